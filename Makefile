@@ -1,0 +1,9 @@
+# Everything is in dev.py; these are its names for people whose fingers say make.
+# Arguments go along: make test ARGS="tests/unit -k retry"
+
+PYTHON ?= python3
+
+.PHONY: demo test lint
+
+demo test lint:
+	@$(PYTHON) dev.py $@ $(ARGS)

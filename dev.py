@@ -1,0 +1,335 @@
+#!/usr/bin/env python3
+"""Commands for working on this project, on a machine that has nothing but Python.
+
+    python3 dev.py demo                      show the library at work, on SQLite
+    python3 dev.py test                      all that must hold: the linters, then every test on real servers
+    python3 dev.py test tests/unit -k name   pytest alone, with these arguments
+    python3 dev.py lint                      the linters alone
+
+The first run makes the virtual environment .venv and installs into it; later runs need no network.
+"""
+
+from __future__ import annotations
+
+import configparser
+import hashlib
+import importlib.util
+import os
+import re
+import shutil
+import signal
+import ssl
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NoReturn
+
+ROOT = Path(__file__).resolve().parent
+LOCK = ROOT / "requirements-test.lock"
+OLDEST_PYTHON = (3, 11)
+
+# The pip to fetch where a machine has none; the hash makes it safe to take it from any index.
+PIP_WHEEL = "pip-26.3-py3-none-any.whl"
+PIP_SHA256 = "f3b60b20ffaadd4415ed7957212a38ac63fa4c5fa375bd0f4a797777940fad13"
+
+LINTERS = {
+    "ruff check": ["-m", "ruff", "check", "."],
+    "ruff format": ["-m", "ruff", "format", "--check", "."],
+    "mypy": ["-m", "mypy"],
+    "import-linter": ["-c", "from importlinter.cli import lint_imports_command as run; run()", "--no-logo"],
+}
+PYTEST = ["-m", "pytest"]
+
+
+def main(arguments: list[str]) -> int:
+    commands = {"demo": demo, "test": test, "lint": lint}
+    if not arguments or arguments[0] not in commands:
+        print(__doc__.strip())
+        return 0 if arguments in (["-h"], ["--help"], ["help"]) else 2
+    use_a_new_enough_python()
+    os.chdir(ROOT)
+    return commands[arguments[0]](arguments[1:])
+
+
+def demo(arguments: list[str]) -> int:
+    environment = Environment(ROOT / ".venv")
+    environment.prepare_for_demo()
+    return run([environment.python, "-m", "outbox", "demo", *arguments])
+
+
+def test(arguments: list[str]) -> int:
+    environment = Environment(ROOT / ".venv")
+    environment.prepare_for_tests()
+    if arguments:
+        return run([environment.python, *PYTEST, *arguments])
+    return run_all(environment, {**LINTERS, "pytest": PYTEST})
+
+
+def lint(arguments: list[str]) -> int:
+    if arguments:
+        stop(f"lint takes no arguments, but was given: {' '.join(arguments)}")
+    environment = Environment(ROOT / ".venv")
+    environment.prepare_for_tests()
+    return run_all(environment, LINTERS)
+
+
+def run_all(environment: Environment, steps: dict[str, list[str]]) -> int:
+    """Run every step, whatever became of the ones before it, and sum up at the end."""
+    summary, failed = [], 0
+    for name, command in steps.items():
+        say(f"\n=== {name} ===")
+        begun = time.monotonic()
+        code = run([environment.python, *command])
+        took = f"{time.monotonic() - begun:.1f} s"
+        say(f"--- {name}: {'ok' if code == 0 else f'failed with code {code}'}, {took}")
+        summary.append(f"  {'ok' if code == 0 else 'FAILED':8}{name:16}{took:>8}")
+        failed += code != 0
+    say("\n" + "\n".join(["summary", *summary]))
+    return 1 if failed else 0
+
+
+class Environment:
+    """The virtual environment, and the notes in it that say what was installed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.python = str(folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python"))
+
+    def prepare_for_tests(self) -> None:
+        """Have everything of the lock, and the project itself, editable."""
+        self._make()
+        self._once("tests", LOCK.read_bytes(), self._install_lock)
+        self._once("project", self._project(), self._install_project)
+
+    def prepare_for_demo(self) -> None:
+        """Have the project and what it depends on; what the tests installed will do."""
+        self._make()
+        if self._noted("tests") == self._fingerprint(LOCK.read_bytes()):
+            self._once("project", self._project(), self._install_project)
+        else:
+            self._once("demo", self._project() + LOCK.read_bytes(), self._install_project_and_dependencies)
+
+    def _make(self) -> None:
+        if self._works():
+            return
+        say(f"making the virtual environment {self.folder.name} with Python {sys.version.split()[0]}")
+        for way in (venv, venv_without_pip, virtualenv):
+            shutil.rmtree(self.folder, ignore_errors=True)
+            if way(self) and self._works():
+                return
+        stop(
+            "cannot make a virtual environment. Install the venv module (Debian, Ubuntu: apt-get install "
+            "python3-venv) or virtualenv, or connect to a network, and run this again"
+        )
+
+    def _works(self) -> bool:
+        # Programs in an environment hold its path, so one that was moved or copied is made anew.
+        moved = self._noted("made") not in ("", str(self.folder))
+        if moved or not Path(self.python).exists() or quietly([self.python, "-c", "import pip"]):
+            return False
+        self._note("made", str(self.folder))
+        return True
+
+    def _install_lock(self) -> None:
+        say(f"installing what the tests need from {LOCK.name}")
+        self._pip("--require-hashes", "--requirement", str(LOCK))
+
+    def _install_project(self) -> None:
+        say("installing the project, editable")
+        # The lock has the build tools, so nothing need be fetched for an isolated build.
+        self._pip("--no-deps", "--no-build-isolation", "--editable", ".")
+
+    def _install_project_and_dependencies(self) -> None:
+        say("installing the project and what it depends on")
+        constraints = self.folder / "constraints.txt"
+        # The locked versions without their hashes, since pip wants hashes for all or for none.
+        pins = re.findall(r"^[\w.-]+==[^\\\n]+", LOCK.read_text(), re.MULTILINE)
+        constraints.write_text("\n".join(pins) + "\n")
+        self._pip("--constraint", str(constraints), "--editable", ".")
+
+    def _pip(self, *arguments: str) -> None:
+        begun = time.monotonic()
+        # Twice quiet: errors are shown, hints about newer versions of pip are not.
+        if run([self.python, "-m", "pip", "install", "--quiet", "--quiet", *arguments]):
+            stop("pip could not install; its words are above. The first run needs a network")
+        say(f"installed in {time.monotonic() - begun:.0f} s")
+
+    def _once(self, name: str, content: bytes, install: Callable[[], None]) -> None:
+        """Install unless the note says that exactly this was installed before."""
+        if self._noted(name) != self._fingerprint(content):
+            install()
+            self._note(name, self._fingerprint(content))
+
+    def _project(self) -> bytes:
+        return (ROOT / "pyproject.toml").read_bytes()
+
+    def _fingerprint(self, content: bytes) -> str:
+        return hashlib.sha256(content).hexdigest()
+
+    def _noted(self, name: str) -> str:
+        note = self.folder / f"installed-{name}"
+        return note.read_text() if note.exists() else ""
+
+    def _note(self, name: str, text: str) -> None:
+        (self.folder / f"installed-{name}").write_text(text)
+
+
+# Three ways to make an environment, from the usual one to the one that needs nothing of the machine.
+
+
+def venv(environment: Environment) -> bool:
+    return quietly([sys.executable, "-m", "venv", str(environment.folder)]) == 0
+
+
+def venv_without_pip(environment: Environment) -> bool:
+    """For a Python without ensurepip, as Debian's is before python3-venv is installed."""
+    if quietly([sys.executable, "-m", "venv", "--without-pip", str(environment.folder)]):
+        return False
+    say("this Python has no ensurepip, so pip has to come from elsewhere")
+    with tempfile.TemporaryDirectory() as folder:
+        return any(
+            quietly([environment.python, f"{wheel}/pip", "install", "--no-index", str(wheel)]) == 0
+            for wheel in pip_wheels(Path(folder))
+        )
+
+
+def virtualenv(environment: Environment) -> bool:
+    """For a Python whose venv module is missing or broken."""
+    make = [sys.executable, "-m", "virtualenv", str(environment.folder)]
+    if quietly(make) == 0:
+        return True
+    say("the venv module does not do here, so virtualenv has to come from elsewhere")
+    with tempfile.TemporaryDirectory() as folder:
+        tools = Path(folder) / "tools"
+        # A target of our own is no part of the system, hence no business of PEP 668.
+        install = ["install", "--target", str(tools), "virtualenv"]
+        return any(
+            quietly([sys.executable, f"{wheel}/pip", *install]) == 0 and quietly(make, PYTHONPATH=str(tools)) == 0
+            for wheel in pip_wheels(Path(folder))
+        )
+
+
+def pip_wheels(folder: Path) -> Iterator[Path]:
+    """Wheels of pip, which run as they are, from wherever one can be had."""
+    for source in (wheels_of_this_machine, wheels_by_pip, wheels_of_the_index, wheels_of_debian):
+        for wheel in source(folder):
+            say(f"taking pip from {wheel.name} ({source.__name__.replace('_', ' ')})")
+            yield wheel
+
+
+def wheels_of_this_machine(_: Path) -> list[Path]:
+    return sorted(Path("/usr/share/python-wheels").glob("pip-*.whl"))
+
+
+def wheels_by_pip(folder: Path) -> list[Path]:
+    quietly([sys.executable, "-m", "pip", "download", "--no-deps", "--dest", f"{folder}/pip", "pip"])
+    return sorted(folder.glob("pip/pip-*.whl"))
+
+
+def wheels_of_the_index(folder: Path) -> list[Path]:
+    index = package_index().rstrip("/") + "/pip/"
+    try:
+        page = fetch(index).decode()
+        link = re.search(rf'href="([^"]*{re.escape(PIP_WHEEL)})[#"]', page)
+        content = fetch(urllib.parse.urljoin(index, link[1])) if link else b""
+    except (OSError, ValueError):  # no network, no certificates, or an index that is none
+        return []
+    if hashlib.sha256(content).hexdigest() != PIP_SHA256:
+        return []
+    (folder / PIP_WHEEL).write_bytes(content)
+    return [folder / PIP_WHEEL]
+
+
+def wheels_of_debian(folder: Path) -> list[Path]:
+    # The tests unpack servers in the same way; the file is loaded by its path, for its package needs more.
+    spec = importlib.util.spec_from_file_location("debian", ROOT / "src/outbox/testing/debian.py")
+    if spec is None or spec.loader is None:
+        return []
+    debian = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(debian)
+    unpacked = folder / "debian"
+    unpacked.mkdir()
+    try:
+        debian.unpack(["python3-pip-whl"], unpacked)
+    except debian.PackagesUnavailable:
+        return []
+    return sorted(unpacked.glob("usr/share/python-wheels/pip-*.whl"))
+
+
+def package_index() -> str:
+    """The index that pip would ask, read without pip."""
+    settings = configparser.ConfigParser(interpolation=None, strict=False)
+    home = Path.home()
+    settings.read(["/etc/pip.conf", home / ".pip/pip.conf", home / ".config/pip/pip.conf"])
+    configured = settings.get("global", "index-url", fallback="https://pypi.org/simple")
+    return os.environ.get("PIP_INDEX_URL") or configured
+
+
+def fetch(url: str) -> bytes:
+    if not url.startswith(("https://", "http://")):
+        raise ValueError(f"not a web address: {url}")
+    trust = ssl.create_default_context(cafile=os.environ.get("PIP_CERT"))
+    with urllib.request.urlopen(url, timeout=30, context=trust) as answer:  # noqa: S310 - checked above
+        content: bytes = answer.read()
+        return content
+
+
+def use_a_new_enough_python() -> None:
+    """Go on in a newer Python of this machine where the one that was called is too old."""
+    if sys.version_info >= OLDEST_PYTHON:
+        return
+    for minor in range(20, OLDEST_PYTHON[1] - 1, -1):
+        newer = shutil.which(f"python3.{minor}")
+        if newer and quietly([newer, "-c", ""]) == 0:
+            say(f"Python {sys.version.split()[0]} is too old, going on with {newer}")
+            raise SystemExit(run([newer, *sys.argv]))
+    stop(f"Python 3.{OLDEST_PYTHON[1]} or newer is needed, and this is {sys.version.split()[0]}")
+
+
+def run(command: list[str]) -> int:
+    """Run a command in sight of the user; when we are told to end, it ends first and in its own way."""
+    told: list[int] = []
+
+    def pass_on(number: int, _: object) -> None:
+        told.append(number)
+        if number == signal.SIGTERM:  # Ctrl-C has reached the whole terminal, the command included
+            process.send_signal(number)
+
+    process = subprocess.Popen(command, env=surroundings())
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    code = process.wait()
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    if told:
+        raise SystemExit(128 + told[0])
+    return code if code >= 0 else 128 - code
+
+
+def quietly(command: list[str], **variables: str) -> int:
+    """Run a command out of sight, for its exit code."""
+    done = subprocess.run(command, env={**surroundings(), **variables}, capture_output=True, check=False)
+    return done.returncode
+
+
+def surroundings() -> dict[str, str]:
+    """The environment variables, without those that would lead out of the virtual environment."""
+    astray = {"PYTHONPATH", "PYTHONHOME", "PIP_USER", "PIP_TARGET", "PIP_PREFIX", "PIP_REQUIRE_VIRTUALENV"}
+    kept = {name: value for name, value in os.environ.items() if name not in astray}
+    return {**kept, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"}
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def stop(text: str) -> NoReturn:
+    raise SystemExit(f"dev.py: {text}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,111 @@
+"""The transactional outbox and inbox: what your transaction says happened is told to everyone."""
+
+from typing import Any
+
+from outbox.core.attempt import Reason
+from outbox.core.binding import Binding
+from outbox.core.dead_letter import DeadLetter
+from outbox.core.durations import IMMEDIATELY, NEVER
+from outbox.core.errors import (
+    BodyNotJson,
+    BodyTooLarge,
+    ConfigurationError,
+    HeaderInvalid,
+    HeadersTooLarge,
+    KeyInvalid,
+    LeaseLost,
+    MessageError,
+    NotAtomicWarning,
+    NotFound,
+    OutboxError,
+    Reject,
+    RoutingKeyInvalid,
+    SnapshotConflict,
+    TimeInvalid,
+    TimerIdInvalid,
+    TooManyHeaders,
+    TransactionError,
+    TransportMismatch,
+    TransportUnavailable,
+)
+from outbox.core.listener import Listener, listen
+from outbox.core.message import Message
+from outbox.core.retry import RetryPolicy
+from outbox.core.store import Backlog, QueueBacklog, StoredMessage
+from outbox.core.tracking import get_tracking_ids, tracking
+from outbox.instance import Outbox
+
+outbox = Outbox()
+
+setup = outbox.setup
+emit = outbox.emit
+emit_many = outbox.emit_many
+emit_sync = outbox.emit_sync
+emit_many_sync = outbox.emit_many_sync
+cancel_timer = outbox.cancel_timer
+cancel_timer_sync = outbox.cancel_timer_sync
+transaction = outbox.transaction
+message_relay = outbox.message_relay
+worker = outbox.worker
+running = outbox.running
+backlog = outbox.backlog
+create_tables = outbox.create_tables
+
+__all__ = [
+    "IMMEDIATELY",
+    "NEVER",
+    "Backlog",
+    "Binding",
+    "BodyNotJson",
+    "BodyTooLarge",
+    "ConfigurationError",
+    "DeadLetter",
+    "HeaderInvalid",
+    "HeadersTooLarge",
+    "KeyInvalid",
+    "LeaseLost",
+    "Listener",
+    "Message",
+    "MessageError",
+    "NotAtomicWarning",
+    "NotFound",
+    "Outbox",
+    "OutboxError",
+    "QueueBacklog",
+    "Reason",
+    "Reject",
+    "RetryPolicy",
+    "RoutingKeyInvalid",
+    "SnapshotConflict",
+    "StoredMessage",
+    "TimeInvalid",
+    "TimerIdInvalid",
+    "TooManyHeaders",
+    "TransactionError",
+    "TransportMismatch",
+    "TransportUnavailable",
+    "backlog",
+    "cancel_timer",
+    "cancel_timer_sync",
+    "create_tables",
+    "emit",
+    "emit_many",
+    "emit_many_sync",
+    "emit_sync",
+    "get_tracking_ids",
+    "listen",
+    "message_relay",
+    "outbox",
+    "running",
+    "setup",
+    "tracking",
+    "transaction",
+    "worker",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """What depends on setup() is looked up when it is asked for."""
+    if name in ("metadata", "dead_letters"):
+        return getattr(outbox, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,89 @@
+"""Adapters: which store serves a database, which transport a URL. Both are open to third parties by entry points."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from typing import Any, cast
+
+from sqlalchemy import URL, make_url
+from sqlalchemy.exc import ArgumentError
+
+from outbox.core.errors import ConfigurationError
+from outbox.core.store import StoreClass
+from outbox.core.transport import Transport
+from outbox.transports.function import FunctionTransport
+
+STORES = "outbox.stores"  # the entry point group; names are SQLAlchemy's names of dialects
+TRANSPORTS = "outbox.transports"  # names are URL schemes
+
+_DRIVER_MODULES = {"pysqlite": "sqlite3"}  # where a driver's name is not its module's
+
+
+def store_class(dialect: str) -> StoreClass:
+    """The store for a database, by the name of its SQLAlchemy dialect."""
+    found: StoreClass = _load(STORES, dialect, "no store for the database {name!r}; there are: {known}")
+    return found
+
+
+def transport_for(value: object) -> Transport:
+    """A transport from a URL, a function, or a transport itself."""
+    if isinstance(value, str):
+        scheme = value.split(":", 1)[0] if ":" in value else value
+        make: Callable[[str], Transport] = _load(
+            TRANSPORTS, scheme, "no transport for {name}:// URLs is installed; there are: {known}"
+        )
+        return make(value)
+    if hasattr(value, "publish") and hasattr(value, "consume"):
+        return cast(Transport, value)
+    if inspect.iscoroutinefunction(value) or inspect.iscoroutinefunction(getattr(value, "__call__", None)):  # noqa: B004
+        return FunctionTransport(value)  # type: ignore[arg-type]
+    raise ConfigurationError(f"transport={type(value).__name__}: a URL, a Transport, or `async def publish(message)`")
+
+
+def async_url(text: str) -> URL:
+    """A database URL with a driver for the event loop."""
+    url = parse_url(text)
+    return _with_driver(url, store_class(url.get_backend_name()).async_drivers)
+
+
+def sync_url(url: URL) -> URL:
+    """The same database with a driver for threads."""
+    return _with_driver(url, store_class(url.get_backend_name()).sync_drivers)
+
+
+def parse_url(text: str) -> URL:
+    """A database URL; an error does not repeat it, because it may hold a password."""
+    if text.startswith("postgres://"):
+        text = "postgresql" + text.removeprefix("postgres")
+    try:
+        return make_url(text)
+    except ArgumentError:
+        raise ConfigurationError(
+            "db_engine_url is not a database URL: write for example postgresql+asyncpg://user:password@host/database "
+            "or sqlite+aiosqlite:///orders.db"
+        ) from None
+
+
+def _with_driver(url: URL, drivers: tuple[str, ...]) -> URL:
+    backend, _, driver = url.drivername.partition("+")
+    if driver in drivers:
+        return url
+    for wanted in drivers:
+        if find_spec(_DRIVER_MODULES.get(wanted, wanted)) is not None:
+            return url.set(drivername=f"{backend}+{wanted}")
+    raise ConfigurationError(
+        f"no driver for {backend} is installed: one of {', '.join(drivers)} is needed, "
+        f"for example pip install 'transactional-outbox[{drivers[0]}]'"
+    )
+
+
+def _load(group: str, name: str, missing: str) -> Any:
+    found = entry_points(group=group)
+    for point in found:
+        if point.name == name:
+            return point.load()
+    known = ", ".join(sorted(point.name for point in found)) or "none"
+    raise ConfigurationError(missing.format(name=name, known=known))

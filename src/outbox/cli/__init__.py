@@ -1,0 +1,6 @@
+"""The command line."""
+
+
+def main() -> None:
+    """The entry point of the `outbox` command."""
+    raise SystemExit("not written yet")

@@ -1,0 +1,1 @@
+"""The words: values and protocols that every other part shares. No input or output happens here."""

@@ -1,0 +1,61 @@
+"""Attempt: one try at a message, and how it ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import StrEnum
+
+from outbox.core.message import Message
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One try. `id` names it within its claim or queue; a replayed message has a new one."""
+
+    message: Message
+    attempt_count: int = 1  # this try's number, starting from 1; tries that ended in a crash are not counted
+    id: int = 0
+    crash_count: int = 0  # earlier tries that never ended: their process died or lost its lease
+
+
+class Reason(StrEnum):
+    """Why nobody will try a message again."""
+
+    EXHAUSTED = "exhausted"  # the retry delays are used up
+    REJECTED = "rejected"  # the listener raised Reject
+    REFUSED = "refused"  # the destination says it never will
+    EXPIRED = "expired"  # its expiration passed
+    UNDECODABLE = "undecodable"  # the body is not what the listener's annotation says
+    CRASHED = "crashed"  # it took its worker down `max_crashes` times
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """It succeeded. `in_transaction`: the listener's own transaction has already written so."""
+
+    in_transaction: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RetryIn:
+    """It failed and is due again after the delay."""
+
+    delay: timedelta
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Dead:
+    """Nobody will try it again."""
+
+    reason: Reason
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """It was given back untried: no attempt, no start, due at once."""
+
+
+Outcome = Done | RetryIn | Dead | Released

@@ -1,0 +1,104 @@
+"""Errors: everything this library raises on purpose.
+
+OutboxError
+├── ConfigurationError          the setup cannot work; the text says what to change
+│   └── TransportMismatch       the table already belongs to another transport
+├── MessageError (ValueError)   a message was refused before it was written
+│   ├── RoutingKeyInvalid
+│   ├── KeyInvalid
+│   ├── BodyNotJson
+│   ├── BodyTooLarge
+│   ├── HeaderInvalid
+│   ├── TooManyHeaders
+│   ├── HeadersTooLarge
+│   ├── TimeInvalid
+│   └── TimerIdInvalid
+├── TransactionError            the caller's transaction cannot take the message
+│   └── SnapshotConflict        SQLite: it read before it wrote, and somebody else wrote meanwhile
+├── TransportUnavailable        nothing was sent: the destination is away
+├── LeaseLost                   another worker holds this delivery now
+└── NotFound                    no message or dead letter has that id
+
+Reject                          raised by listeners: no retries, straight to the dead letters
+NotAtomicWarning                an emit that no transaction protects
+"""
+
+
+class OutboxError(Exception):
+    """The root of every error of this library."""
+
+
+class ConfigurationError(OutboxError):
+    """The setup cannot work as it was given."""
+
+
+class TransportMismatch(ConfigurationError):
+    """The outbox table was first used with another transport."""
+
+
+class MessageError(OutboxError, ValueError):
+    """A message was refused before anything was written."""
+
+
+class RoutingKeyInvalid(MessageError):
+    """The routing key is empty, too long, or contains what no broker carries."""
+
+
+class KeyInvalid(MessageError):
+    """The ordering key is empty, too long, or contains control characters."""
+
+
+class BodyNotJson(MessageError):
+    """The body cannot be written as strict JSON."""
+
+
+class BodyTooLarge(MessageError):
+    """The body is larger than `max_body_size`."""
+
+
+class HeaderInvalid(MessageError):
+    """A header's name or value cannot travel."""
+
+
+class TooManyHeaders(MessageError):
+    """There are more headers than a message may carry."""
+
+
+class HeadersTooLarge(MessageError):
+    """The headers together are larger than a message may carry."""
+
+
+class TimeInvalid(MessageError):
+    """An `eta` or `expiration` is no time, or lies outside of what can be stored."""
+
+
+class TimerIdInvalid(MessageError):
+    """The timer id is empty, too long, or contains control characters."""
+
+
+class TransactionError(OutboxError):
+    """The caller's transaction cannot take the message."""
+
+
+class SnapshotConflict(TransactionError):
+    """SQLite cannot turn a transaction that has read into one that writes once somebody else has written."""
+
+
+class TransportUnavailable(OutboxError):
+    """Nothing was sent: the destination is away. It burns nobody's attempts."""
+
+
+class LeaseLost(OutboxError):
+    """The lease ran out and the delivery belongs to somebody else, or may do so at any moment."""
+
+
+class NotFound(OutboxError):
+    """Nothing has the id that was asked for."""
+
+
+class Reject(Exception):
+    """Raised by a listener: this message will never succeed, keep it as a dead letter without retries."""
+
+
+class NotAtomicWarning(UserWarning):
+    """A message was emitted where nothing ties it to the data it speaks of."""

@@ -1,0 +1,105 @@
+"""Events: what happened, told to observers after the write landed. They choose the words and the metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Protocol
+
+from outbox.core.attempt import Attempt, Outcome
+from outbox.core.message import Message
+
+
+@dataclass(frozen=True, slots=True)
+class Emitted:
+    """Messages were written in the caller's transaction, which may still roll back."""
+
+    messages: Sequence[Message]
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """Messages got their destinations."""
+
+    queue: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unroutable:
+    """Messages wait because no binding matches them."""
+
+    routing_key: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Relayed:
+    """A relay's attempt ended."""
+
+    attempt: Attempt
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Handled:
+    """A worker's attempt ended."""
+
+    queue: str
+    attempt: Attempt
+    outcome: Outcome
+    duration: timedelta
+    error: BaseException | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseWasLost:
+    """A late writer was fenced: somebody else may have the message now."""
+
+    phase: str  # terminal, retry or completion
+    row_id: int
+    queue: str | None
+    deliveries_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class CleanedUp:
+    """Rows left by retention."""
+
+    what: str  # sent, inbox or expired
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A relay or worker is at work."""
+
+    what: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """A relay or worker ended; `abandoned` listeners did not end within the grace."""
+
+    what: str
+    abandoned: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Troubled:
+    """Something outside went wrong; the work goes on or starts again after a pause."""
+
+    where: str
+    error: BaseException
+    pause: timedelta
+
+
+Event = Emitted | Routed | Unroutable | Relayed | Handled | LeaseWasLost | CleanedUp | Started | Stopped | Troubled
+
+
+class Observer(Protocol):
+    """Hears every event. Must not block and need not be safe: an observer's error is logged and forgotten."""
+
+    def __call__(self, event: Event, /) -> None: ...

@@ -1,0 +1,106 @@
+"""Listener: a callback with the binding key and the queue it listens on."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from outbox.core.binding import Binding
+from outbox.core.durations import Seconds, as_lifetime
+from outbox.core.errors import ConfigurationError
+from outbox.core.retry import RetryFunction, RetryPolicy, as_retry_policy
+
+
+@dataclass(frozen=True)
+class Listener:
+    """A declaration that any number of workers may serve. Calling it calls the callback."""
+
+    binding_key: str
+    callback: Callable[..., Any]
+    queue: str = ""  # default: the callback's module and name
+    retry_delays: RetryPolicy | Sequence[Seconds] | RetryFunction | None = None  # default: those of setup()
+    concurrency: int = 10  # how many messages of this queue one worker handles at a time
+    timeout: Seconds | None = None  # default: 15 s if the callback asks for a session, none otherwise
+    lease: Seconds | None = None  # default: that of setup()
+    max_crashes: int = 3  # worker deaths after which a message is dead
+
+    retry_policy: RetryPolicy | None = field(init=False, repr=False, compare=False)
+    time_limit: timedelta | None = field(init=False, repr=False, compare=False)
+    lease_time: timedelta | None = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not callable(self.callback):
+            raise ConfigurationError(f"a listener's callback must be callable, not {self.callback!r}")
+        self._set("queue", self.queue or _queue_name(self.callback))
+        Binding(self.queue, self.binding_key)  # checks both
+        if isinstance(self.concurrency, bool) or not isinstance(self.concurrency, int) or self.concurrency < 1:
+            raise ConfigurationError(f"{self.queue}: concurrency={self.concurrency!r}, at least 1")
+        if self.max_crashes < 1:
+            raise ConfigurationError(f"{self.queue}: max_crashes={self.max_crashes!r}, at least 1")
+        policy = self.retry_delays
+        self._set("retry_policy", None if policy is None else as_retry_policy(policy))
+        self._set("time_limit", None if self.timeout is None else as_lifetime(self.timeout, what="timeout"))
+        self._set("lease_time", None if self.lease is None else as_lifetime(self.lease, what="lease"))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.callback(*args, **kwargs)
+
+    @property
+    def binding(self) -> Binding:
+        return Binding(self.queue, self.binding_key)
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+
+def listen(
+    binding_key: str,
+    *,
+    queue: str = "",
+    retry_delays: RetryPolicy | Sequence[Seconds] | RetryFunction | None = None,
+    concurrency: int = 10,
+    timeout: Seconds | None = None,
+    lease: Seconds | None = None,
+    max_crashes: int = 3,
+) -> Callable[[Callable[..., Any]], Listener]:
+    """Make a function a Listener: `listen(binding_key, …)(callback)` is `Listener(binding_key, callback, …)`."""
+
+    def decorate(callback: Callable[..., Any]) -> Listener:
+        return Listener(
+            binding_key,
+            callback,
+            queue=queue,
+            retry_delays=retry_delays,
+            concurrency=concurrency,
+            timeout=timeout,
+            lease=lease,
+            max_crashes=max_crashes,
+        )
+
+    return decorate
+
+
+def check_listeners(listeners: Sequence[Listener]) -> None:
+    """Refuse listeners that one worker cannot serve side by side, and warn about names that will not last."""
+    queues: set[str] = set()
+    for listener in listeners:
+        if not isinstance(listener, Listener):
+            raise ConfigurationError(f"{listener!r} is no Listener: decorate it with @listen(binding_key)")
+        if listener.queue in queues:
+            raise ConfigurationError(f"two listeners share the queue {listener.queue!r}: one needs another queue=")
+        queues.add(listener.queue)
+        if listener.queue.startswith("__main__."):
+            warnings.warn(
+                f"the queue {listener.queue!r} is named after __main__ and changes when code moves: give it a queue=",
+                stacklevel=3,
+            )
+    if not listeners:
+        raise ConfigurationError("a worker needs at least one listener")
+
+
+def _queue_name(callback: Callable[..., Any]) -> str:
+    named = callback if hasattr(callback, "__qualname__") else type(callback)
+    return f"{named.__module__}.{named.__qualname__}".replace(".<locals>", "")

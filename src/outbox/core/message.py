@@ -1,0 +1,116 @@
+"""Message: one fact to deliver, and the limits it keeps."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+
+from outbox.core.binding import LONGEST_KEY
+from outbox.core.durations import NO_DELAY
+from outbox.core.errors import (
+    BodyTooLarge,
+    HeaderInvalid,
+    HeadersTooLarge,
+    KeyInvalid,
+    RoutingKeyInvalid,
+    TimerIdInvalid,
+    TooManyHeaders,
+)
+from outbox.core.tracking import get_tracking_ids, new_id
+
+JSON = "application/json"
+BYTES = "application/octet-stream"
+
+MOST_HEADERS = 64
+LARGEST_HEADERS = 64 * 1024
+LARGEST_BODY = 1024 * 1024
+
+_HEADER_NAME = re.compile(r"[A-Za-z0-9\-_.]{1,255}")
+_UNSAFE = re.compile(r"[\x00-\x1f\x7f]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One fact to deliver, unchanged from emit to listener. Its id is its last tracking id."""
+
+    routing_key: str
+    body: bytes
+    content_type: str = JSON
+    headers: Mapping[str, str] = field(default_factory=dict)
+    key: str | None = None
+    tracking_ids: tuple[str, ...] = field(default_factory=lambda: (*get_tracking_ids(), new_id()))
+    created_at: datetime = field(default_factory=lambda: datetime.now(UTC))  # information, never compared
+    expires_at: datetime | None = None
+
+    @property
+    def id(self) -> str:
+        return self.tracking_ids[-1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """When a message is due and until when it is worth delivering."""
+
+    due: datetime | timedelta = NO_DELAY
+    expiration: timedelta | None = None  # counted from when the message is due
+    timer_id: str | None = None
+
+
+NOW = Schedule()
+
+
+def check(message: Message, largest_body: int = LARGEST_BODY) -> None:
+    """Refuse a message that some broker or database on its way could not carry."""
+    _check_text(message.routing_key, "routing key", RoutingKeyInvalid)
+    if message.key is not None:
+        _check_text(message.key, "key", KeyInvalid)
+    if len(message.body) > largest_body:
+        raise BodyTooLarge(
+            f"the body of {message.routing_key!r} has {len(message.body)} bytes, more than max_body_size="
+            f"{largest_body}: send a reference to the data instead, or raise max_body_size"
+        )
+    if not message.content_type.isascii() or not message.content_type.isprintable() or not message.content_type:
+        raise HeaderInvalid(f"content type {message.content_type!r} is not printable ASCII")
+    if message.headers:
+        _check_headers(message.headers)
+
+
+def check_timer_id(timer_id: str) -> None:
+    """Refuse a timer id that could not be stored."""
+    _check_text(timer_id, "timer id", TimerIdInvalid)
+
+
+def _check_headers(headers: Mapping[str, str]) -> None:
+    if len(headers) > MOST_HEADERS:
+        raise TooManyHeaders(f"{len(headers)} headers, at most {MOST_HEADERS} travel with a message")
+    size = 0
+    for name, value in headers.items():
+        if not isinstance(name, str) or not _HEADER_NAME.fullmatch(name):
+            raise HeaderInvalid(f"header name {name!r}: only A-Z a-z 0-9 - _ . are allowed")
+        if not isinstance(value, str):
+            raise HeaderInvalid(f"header {name!r} is a {type(value).__name__}: header values are strings")
+        if _UNSAFE.search(value):
+            raise HeaderInvalid(f"header {name!r} contains a control character")
+        size += len(name) + _size(value, f"header {name!r}", HeaderInvalid)
+    if size > LARGEST_HEADERS:
+        raise HeadersTooLarge(
+            f"the headers have {size} bytes together, at most {LARGEST_HEADERS} travel with a message"
+        )
+
+
+def _check_text(text: str, what: str, error: type[Exception]) -> None:
+    if not isinstance(text, str) or not text:
+        raise error(f"a {what} must be a non-empty string, not {text!r}")
+    if _size(text, what, error) > LONGEST_KEY:
+        raise error(f"a {what} has at most {LONGEST_KEY} bytes: {text[:40]!r}… has {len(text.encode())}")
+    if _UNSAFE.search(text):
+        raise error(f"a {what} must not contain control characters: {text!r}")
+
+
+def _size(text: str, what: str, error: type[Exception]) -> int:
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError as cause:
+        raise error(f"{what} is not valid Unicode: {cause}") from cause

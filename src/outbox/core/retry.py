@@ -1,0 +1,143 @@
+"""RetryPolicy: the delays between attempts; when they are used up the message is dead."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Self
+
+from outbox.core.durations import LONGEST, NO_DELAY, Seconds, as_delay
+from outbox.core.errors import ConfigurationError, Reject
+
+RetryFunction = Callable[[int, BaseException], Seconds | None]
+RetryDelays = "RetryPolicy | Sequence[Seconds] | RetryFunction"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetryPolicy:
+    """Says how long to wait after attempt number n failed, or that nobody should try again.
+
+    Made by `constant`, `linear`, `exponential`, `sequence` or `calling`; the options below fit all of them.
+    """
+
+    shape: Callable[[int, BaseException], timedelta | None]
+    attempts: int | None = None  # attempts in all, the first included; none: as many as the shape gives
+    cap: timedelta | None = None  # no single delay is longer
+    total: timedelta | None = None  # the delays together, before jitter, are no longer
+    jitter: float = 0.0  # 0.2 spreads a delay evenly over 80 % to 120 % of it, so that retries do not come in waves
+    only: tuple[type[BaseException], ...] = ()  # retry these errors and no others; empty: all
+    never: tuple[type[BaseException], ...] = ()  # do not retry these errors
+
+    def __post_init__(self) -> None:
+        if self.attempts is not None and self.attempts < 1:
+            raise ConfigurationError(f"attempts={self.attempts}: the first attempt counts, so at least 1")
+        if not 0 <= self.jitter <= 1:
+            raise ConfigurationError(f"jitter={self.jitter}: a fraction between 0 and 1")
+
+    @classmethod
+    def constant(cls, delay: Seconds, **options: object) -> Self:
+        """The same delay each time."""
+        pause = as_delay(delay)
+        return cls._with(lambda attempt_count, error: pause, options)
+
+    @classmethod
+    def linear(cls, first: Seconds, step: Seconds | None = None, **options: object) -> Self:
+        """`first`, then `step` more each time (`first` more if no step is given)."""
+        start, more = as_delay(first), as_delay(first if step is None else step)
+        return cls._with(lambda attempt_count, error: _times(start, 1, more, attempt_count - 1), options)
+
+    @classmethod
+    def exponential(cls, first: Seconds = 1, factor: float = 2.0, **options: object) -> Self:
+        """`first`, then `factor` times as long each time."""
+        start = as_delay(first)
+        if factor < 1:
+            raise ConfigurationError(f"factor={factor}: at least 1, or the delays would shrink")
+        return cls._with(lambda attempt_count, error: _power(start, factor, attempt_count - 1), options)
+
+    @classmethod
+    def sequence(cls, delays: Sequence[Seconds], **options: object) -> Self:
+        """These delays, one after another; none at all means no retries."""
+        pauses = tuple(as_delay(delay) for delay in delays)
+        return cls._with(
+            lambda attempt_count, error: pauses[attempt_count - 1] if attempt_count <= len(pauses) else None, options
+        )
+
+    @classmethod
+    def calling(cls, function: RetryFunction, **options: object) -> Self:
+        """What `function(attempt_count, error)` says: seconds, a timedelta, or None for no more."""
+
+        def shape(attempt_count: int, error: BaseException) -> timedelta | None:
+            delay = function(attempt_count, error)
+            return None if delay is None else as_delay(delay)
+
+        return cls._with(shape, options)
+
+    def delay(self, attempt_count: int, error: BaseException) -> timedelta | None:
+        """How long to wait after this attempt failed; None: never again."""
+        if isinstance(error, Reject) or not self._retries(error):
+            return None
+        if self.attempts is not None and attempt_count >= self.attempts:
+            return None
+        pause = self._pause(attempt_count, error)
+        if pause is None or self._used_up(attempt_count, error):
+            return None
+        spread = 1 + self.jitter * random.uniform(-1, 1)  # noqa: S311 - spreads load, keeps no secret
+        return pause * spread
+
+    def _retries(self, error: BaseException) -> bool:
+        return not isinstance(error, self.never) and (not self.only or isinstance(error, self.only))
+
+    def _pause(self, attempt_count: int, error: BaseException) -> timedelta | None:
+        pause = self.shape(attempt_count, error)
+        return pause if pause is None or self.cap is None else min(pause, self.cap)
+
+    def _used_up(self, attempt_count: int, error: BaseException) -> bool:
+        if self.total is None:
+            return False
+        waited = NO_DELAY
+        for earlier in range(1, attempt_count + 1):
+            waited += self._pause(earlier, error) or NO_DELAY
+            if waited > self.total:
+                return True
+        return False
+
+    @classmethod
+    def _with(cls, shape: Callable[[int, BaseException], timedelta | None], options: dict[str, object]) -> Self:
+        policy = cls(shape=shape)
+        for name in ("cap", "total"):
+            if options.get(name) is not None:
+                options[name] = as_delay(options[name], what=name)  # type: ignore[arg-type]
+        for name in ("only", "never"):
+            if isinstance(options.get(name), type):
+                options[name] = (options[name],)
+        return replace(policy, **options)  # type: ignore[arg-type]
+
+
+def as_retry_policy(value: RetryPolicy | Sequence[Seconds] | RetryFunction) -> RetryPolicy:
+    """A policy from any of the ways in which one may be written."""
+    if isinstance(value, RetryPolicy):
+        return value
+    if callable(value):
+        return RetryPolicy.calling(value)
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return RetryPolicy.sequence(value)
+    raise ConfigurationError(
+        f"retry_delays={value!r}: a sequence of seconds such as (1, 10, 60), a RetryPolicy, "
+        "or a function of the attempt's number and the error"
+    )
+
+
+def _times(start: timedelta, once: int, step: timedelta, count: int) -> timedelta:
+    try:
+        return min(LONGEST, start * once + step * count)
+    except OverflowError:
+        return LONGEST
+
+
+def _power(start: timedelta, factor: float, exponent: int) -> timedelta:
+    try:
+        return min(LONGEST, start * factor**exponent)
+    except OverflowError:
+        return LONGEST

@@ -1,0 +1,218 @@
+"""Store: the database side. Keeps messages until they are relayed, and remembers which were handled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from typing import Any, ClassVar, Protocol
+
+from sqlalchemy import URL, Connection, Engine, Executable
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from outbox.core.attempt import Attempt, Outcome
+from outbox.core.binding import Binding
+from outbox.core.dead_letter import DeadLetters
+from outbox.core.durations import Retention
+from outbox.core.message import Message, Schedule
+
+Rows = list[dict[str, Any]]
+
+DISCARD = "discard"
+
+
+class Claim(Protocol):
+    """Attempts that nobody else makes while this is held. Renewed while it is open."""
+
+    @property
+    def attempts(self) -> Sequence[Attempt]: ...
+
+    async def settle(self, outcomes: Mapping[int, Outcome]) -> frozenset[int]:
+        """Write how attempts ended, by their ids; returns the ids whose lease was lost, which wrote nothing."""
+        ...
+
+    def completion(self, attempt: Attempt) -> Executable:
+        """The statement that completes an attempt inside a listener's transaction; no row = lease lost, roll back."""
+        ...
+
+
+class Feed(Protocol):
+    """Where messages are claimed from."""
+
+    def claim(
+        self, limit: int, *, lease: timedelta, destination: str | None = None
+    ) -> AbstractAsyncContextManager[Claim]:
+        """Take up to `limit` due messages of one destination (none: those that were not routed).
+
+        Several claims may be open at once. What is not settled when one closes is given back.
+        """
+        ...
+
+    async def wait(self, longest: float, *, destination: str | None = None) -> None:
+        """Sleep until something may be due for the destination; never longer than `longest` seconds."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """What one round of routing did."""
+
+    taken: int = 0  # messages looked at
+    routed: Mapping[str, int] = field(default_factory=dict)  # copies written, by queue
+    unroutable: Mapping[str, int] = field(default_factory=dict)  # by routing key: no binding matches, they wait
+    discarded: int = 0  # messages that nobody needs, by the `unroutable` setting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueBacklog:
+    """What lies in one queue."""
+
+    queue: str
+    binding_keys: tuple[str, ...] = ()
+    delivered: int = 0  # not attempted yet
+    retrying: int = 0  # attempted and waiting for the next attempt
+    leased: int = 0  # in a worker's hands; counted in delivered or retrying as well
+    dead: int = 0
+    oldest: timedelta | None = None  # for how long the oldest due message has been due
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backlog:
+    """What lies in a store at one moment."""
+
+    waiting: int = 0  # emitted and not yet sent or routed, the unroutable ones not counted
+    due: int = 0  # of those: could be sent now
+    oldest: timedelta | None = None  # for how long the oldest due message, waiting or in a queue, has been due
+    leased: int = 0  # in the hands of a relay or worker, queues included
+    unroutable: int = 0  # no binding matches them
+    sent: int = 0  # kept by clean_up_after
+    dead: int = 0
+    rows_written: int = 0  # since the table was made: the difference of two looks tells a rate
+    queues: tuple[QueueBacklog, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredMessage:
+    """A message where it is now, with its walk so far."""
+
+    row_id: int
+    message: Message
+    state: str  # waiting, unroutable, delivered, retrying, sent or dead
+    queue: str | None
+    due_at: datetime
+    routed_at: datetime | None
+    leased_until: datetime | None
+    done_at: datetime | None
+    attempt_count: int  # attempts that ended
+    crash_count: int  # attempts that never ended
+    history: str  # one line for each failed attempt
+    timer_id: str | None = None
+    reason: str | None = None  # why it is dead
+    error: str | None = None
+
+
+class StoreClass(Protocol):
+    """What a database's entry point in the group `outbox.stores` names: the class of its store."""
+
+    async_drivers: ClassVar[
+        tuple[str, ...]
+    ]  # SQLAlchemy's drivers that work with an event loop, the preferred one first
+    sync_drivers: ClassVar[tuple[str, ...]]  # those that work in threads
+
+    def __call__(self, tables: Any, engine: AsyncEngine | None, clean_up_after: Retention) -> Store: ...
+
+    def make_engine(self, url: URL) -> AsyncEngine:
+        """An engine of our own, with what the database needs to be safe."""
+        ...
+
+    def make_sync_engine(self, url: URL) -> Engine:
+        """The same for threads; ConfigurationError where the database cannot be shared with them."""
+        ...
+
+    def safe_engine(self, given: AsyncEngine) -> AsyncEngine:
+        """The given engine if its transactions are safe by themselves, otherwise a sibling whose are."""
+        ...
+
+
+class Store(Feed, Protocol):
+    """Everything the library asks of a database."""
+
+    @property
+    def dead_letters(self) -> DeadLetters: ...
+
+    # Statements for the caller's own connection to execute: the caller's transaction is safe by type.
+
+    def insert(self, messages: Sequence[Message], schedule: Schedule) -> tuple[Executable, Rows]: ...
+
+    def cancel(self, timer_id: str) -> Executable:
+        """Deletes the timer if it still waits: one row or none."""
+        ...
+
+    def remember(self, queue: str, message_id: str) -> Executable:
+        """Enters a message in the inbox: one row the first time, then none."""
+        ...
+
+    def write(self, connection: Connection, statement: Executable, rows: Rows | None = None) -> int:
+        """Execute one of these on the caller's connection; how many rows it wrote. Makes missing tables first."""
+        ...
+
+    # Everything below runs on connections of the store's own.
+
+    def turn(self) -> AbstractAsyncContextManager[None]:
+        """Held around a listener's transaction where the database lets only one write at a time."""
+        ...
+
+    async def open(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def create_tables(self) -> None: ...
+
+    async def record_transport(self, name: str, *, switch: bool = False) -> str:
+        """Write the transport's name down if none is; returns the one that is recorded."""
+        ...
+
+    async def bind(self, bindings: Sequence[Binding]) -> None:
+        """Add bindings; messages that were unroutable are looked at again."""
+        ...
+
+    async def unbind(self, queue: str) -> int:
+        """Remove a queue's bindings; what already lies in it stays. Returns how many bindings there were."""
+        ...
+
+    async def bindings(self) -> list[Binding]: ...
+
+    async def route(self, limit: int, unroutable: Mapping[str, str]) -> Routing:
+        """Give due, unrouted messages their destinations, by the bindings of the same moment."""
+        ...
+
+    async def deliver(self, messages: Sequence[Message], destinations: Mapping[str, Sequence[str]]) -> None:
+        """Store messages, by their ids, straight in the queues named."""
+        ...
+
+    def announce(self, *destinations: str | None) -> None:
+        """Tell whoever sleeps in `wait`, here or in other processes, that there may be work. Never fails."""
+        ...
+
+    async def purge(self, keep: timedelta, limit: int) -> int:
+        """Delete up to `limit` messages that were done longer ago than `keep`."""
+        ...
+
+    async def purge_inbox(self, keep: timedelta, limit: int) -> int:
+        """Forget up to `limit` inbox entries older than `keep`."""
+        ...
+
+    async def expire(self, limit: int) -> int:
+        """Move up to `limit` messages whose expiration has passed to the dead letters."""
+        ...
+
+    async def backlog(self) -> Backlog: ...
+
+    async def list_messages(
+        self, *, state: str | None = None, queue: str | None = None, limit: int = 100, after: int = 0
+    ) -> list[StoredMessage]: ...
+
+    async def find(self, message_id: str) -> list[StoredMessage]:
+        """Every place where the message is now, dead letters included."""
+        ...

@@ -1,0 +1,43 @@
+"""Tracking: the ids that lead from an entry point to the message at hand."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from uuid import UUID
+
+_tracking_ids: ContextVar[tuple[str, ...]] = ContextVar("outbox_tracking_ids", default=())
+
+
+def get_tracking_ids() -> tuple[str, ...]:
+    """The ids of the messages that led here, oldest first."""
+    return _tracking_ids.get()
+
+
+@contextmanager
+def tracking() -> Iterator[tuple[str, ...]]:
+    """Give what is emitted in this block a common first id, one for the entry point itself."""
+    with following((*get_tracking_ids(), new_id())) as tracking_ids:
+        yield tracking_ids
+
+
+@contextmanager
+def following(tracking_ids: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """Run this block as what follows from the message with these tracking ids."""
+    token = _tracking_ids.set(tracking_ids)
+    try:
+        yield tracking_ids
+    finally:
+        _tracking_ids.reset(token)
+
+
+def new_id() -> str:
+    """A version 7 UUID: random, and in the order of time, which keeps indexes over ids small and warm."""
+    milliseconds = time.time_ns() // 1_000_000
+    random = int.from_bytes(os.urandom(10), "big")
+    value = (milliseconds & 0xFFFF_FFFF_FFFF) << 80
+    value |= 0x7 << 76 | (random >> 68 & 0xFFF) << 64 | 0b10 << 62 | random & 0x3FFF_FFFF_FFFF_FFFF
+    return str(UUID(int=value))

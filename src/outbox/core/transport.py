@@ -1,0 +1,93 @@
+"""Transport: the broker side. Publishes messages and delivers them from queues."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from sqlalchemy import Executable
+
+from outbox.core.attempt import Attempt, Outcome
+from outbox.core.dead_letter import DeadLetters
+from outbox.core.listener import Listener
+from outbox.core.message import Message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Features:
+    """What a transport can do. What it cannot is declared here, not discovered."""
+
+    consumes: bool = True  # a worker can take deliveries from it
+    delays: bool = True  # RetryIn comes back after its delay, not at once
+    keeps_dead_letters: bool = True
+    completes_in_transaction: bool = False  # deliveries offer a completion() for the listener's transaction
+    routes_in_store: bool = False  # the relay routes rows instead of publishing them: the database itself
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """The destination's answer that it does not take a message."""
+
+    error: str
+    permanent: bool = False  # it never will
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """What became of a batch, by message id. One in neither is in doubt, and is published again with the same id."""
+
+    confirmed: frozenset[str] = frozenset()  # the transport's positive confirmation of that very message
+    refused: Mapping[str, Refusal] = field(default_factory=dict)
+
+
+class Delivery(Protocol):
+    """An attempt that a worker holds."""
+
+    @property
+    def attempt(self) -> Attempt: ...
+
+    @property
+    def raw(self) -> object:
+        """The client library's own object, for listeners that ask for `message`."""
+        ...
+
+    def completion(self) -> Executable | None:
+        """Goes into the listener's transaction: no row = lease lost, roll back. None: the inbox is needed."""
+        ...
+
+    def settle(self, outcome: Outcome) -> asyncio.Future[bool]:
+        """Say how it ended, once. Written in batches, nobody waits; False = the lease was lost and nothing written."""
+        ...
+
+
+class Transport(Protocol):
+    """Everything the library asks of a broker."""
+
+    @property
+    def name(self) -> str:
+        """One word, recorded with the table so that no other transport takes its messages."""
+        ...
+
+    @property
+    def features(self) -> Features: ...
+
+    @property
+    def dead_letters(self) -> DeadLetters | None: ...
+
+    async def open(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def publish(self, messages: Sequence[Message]) -> Published:
+        """Hand messages over. Raises TransportUnavailable only if nothing was sent."""
+        ...
+
+    async def declare(self, listeners: Sequence[Listener]) -> None:
+        """Make the queues and bindings that the listeners need."""
+        ...
+
+    def consume(self, listener: Listener, prefetch: int) -> AsyncIterator[Delivery]:
+        """Deliveries of the listener's queue, at most `prefetch` unsettled. Closing gives back what was not taken."""
+        ...

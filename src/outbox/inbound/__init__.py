@@ -1,0 +1,1 @@
+"""Inbound: from the transport through the worker to the listener."""

@@ -1,0 +1,133 @@
+"""Arguments: what a listener's callback asks for, decided once from its signature."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from inspect import Parameter
+from typing import Any
+
+from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import Session
+
+from outbox.core.body import Decoder, decoder
+from outbox.core.errors import ConfigurationError
+from outbox.core.listener import Listener
+from outbox.core.message import Message
+from outbox.core.transport import Delivery
+
+Filler = Callable[[Delivery], Any]
+
+_POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """How to call one listener."""
+
+    is_async: bool
+    session: type[AsyncSession] | type[Session] | None  # the kind of session it asks for
+    _session_name: str
+    _body_name: str
+    _decode: Decoder
+    _fillers: tuple[tuple[str, Filler], ...]
+    _positional: tuple[str, ...]
+
+    @classmethod
+    def of(cls, listener: Listener) -> Arguments:
+        """Read the callback's signature; what cannot work is refused before any message is touched."""
+        session: type[AsyncSession] | type[Session] | None = None
+        session_name = ""
+        fillers: list[tuple[str, Filler]] = []
+        others: list[Parameter] = []
+        named = _by_name(listener.queue)
+        signature = _signature(listener)
+        for parameter in signature.parameters.values():
+            if parameter.kind not in _POSITIONAL:
+                continue
+            kind = parameter.annotation
+            if _is(kind, AsyncSession) or _is(kind, Session):
+                session, session_name = (AsyncSession if _is(kind, AsyncSession) else Session), parameter.name
+            elif kind is Message:
+                fillers.append((parameter.name, _message))
+            elif parameter.name in named:
+                fillers.append((parameter.name, named[parameter.name]))
+            else:
+                others.append(parameter)
+        body = _body(listener, others)
+        is_async = _is_async(listener.callback)
+        if session is AsyncSession and not is_async:
+            raise ConfigurationError(
+                f"{listener.queue}: a plain function cannot use an AsyncSession; make it `async def`"
+            )
+        if session is Session and is_async:
+            raise ConfigurationError(
+                f"{listener.queue}: an async function would block on a Session; ask for AsyncSession"
+            )
+        positional = tuple(p.name for p in signature.parameters.values() if p.kind is Parameter.POSITIONAL_ONLY)
+        return cls(is_async, session, session_name, body.name, decoder(body.annotation), tuple(fillers), positional)
+
+    def bind(self, delivery: Delivery) -> dict[str, Any]:
+        """The values for one delivery, all but the session; raises Undecodable."""
+        values = {self._body_name: self._decode(delivery.attempt.message.body)}
+        for name, filler in self._fillers:
+            values[name] = filler(delivery)
+        return values
+
+    def call(self, callback: Callable[..., Any], values: dict[str, Any], session: object = None) -> Any:
+        """Call the callback with the values, and with the session it asked for."""
+        if session is not None:
+            values = values | {self._session_name: session}
+        if self._positional:
+            values = dict(values)
+            return callback(*(values.pop(name) for name in self._positional if name in values), **values)
+        return callback(**values)
+
+
+def _by_name(queue: str) -> dict[str, Filler]:
+    return {
+        "routing_key": lambda delivery: delivery.attempt.message.routing_key,
+        "message": lambda delivery: delivery.raw,
+        "tracking_ids": lambda delivery: delivery.attempt.message.tracking_ids,
+        "queue_name": lambda delivery: queue,
+        "attempt_count": lambda delivery: delivery.attempt.attempt_count,
+    }
+
+
+def _message(delivery: Delivery) -> Message:
+    return delivery.attempt.message
+
+
+def _body(listener: Listener, others: list[Parameter]) -> Parameter:
+    required = [parameter for parameter in others if parameter.default is Parameter.empty]
+    candidates = required or others
+    if len(candidates) == 1:
+        return candidates[0]
+    names = ", ".join(parameter.name for parameter in candidates) or "none"
+    raise ConfigurationError(
+        f"{listener.queue}: exactly one argument takes the body, besides routing_key, message, tracking_ids, "
+        f"queue_name, attempt_count and those annotated AsyncSession, Session or Message; found: {names}"
+    )
+
+
+def _signature(listener: Listener) -> inspect.Signature:
+    try:
+        return inspect.signature(listener.callback, eval_str=True)
+    except NameError as error:
+        raise ConfigurationError(
+            f"{listener.queue}: an annotation cannot be resolved ({error}); define {error.name!r} in its module"
+        ) from error
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(f"{listener.queue}: the callback has no signature to read: {error}") from error
+
+
+def _is(annotation: object, kind: type) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, kind)
+
+
+def _is_async(callback: Callable[..., Any]) -> bool:
+    while isinstance(callback, functools.partial):
+        callback = callback.func
+    return inspect.iscoroutinefunction(callback) or inspect.iscoroutinefunction(type(callback).__call__)

@@ -1,0 +1,122 @@
+"""Calling: runs a listener's callback on the loop or in a thread, in a session if it asks for one, within its time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Executor
+from contextlib import AbstractAsyncContextManager, nullcontext
+from contextvars import copy_context
+from datetime import timedelta
+from typing import Any, Protocol
+
+from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import Session
+
+from outbox.core.listener import Listener
+from outbox.core.transport import Delivery
+from outbox.inbound.arguments import Arguments
+from outbox.inbound.inbox import Inbox
+
+SESSION_TIME_LIMIT = timedelta(seconds=15)  # a transaction that stays open longer holds up the whole database
+
+
+class Sessions(Protocol):
+    """Where listeners' sessions come from."""
+
+    def asynchronous(self) -> AsyncSession: ...
+
+    def synchronous(self) -> Session: ...
+
+    def turn(self) -> AbstractAsyncContextManager[None]: ...
+
+
+class ThreadTimeout(TimeoutError):
+    """A plain function ran out of time. Its thread cannot be stopped: the slot stays taken until it ends."""
+
+    def __init__(self, limit: timedelta | None, thread: asyncio.Future[None]) -> None:
+        super().__init__(f"no end within {limit}")
+        self.thread = thread
+
+
+class Call:
+    """One listener's callback, ready to be called."""
+
+    def __init__(self, listener: Listener, sessions: Sessions | None, inbox: Inbox | None, executor: Executor) -> None:
+        self.arguments = Arguments.of(listener)
+        self._listener = listener
+        self._callback = listener.callback
+        self._sessions = sessions
+        self._inbox = inbox
+        self._executor = executor
+        self._limit = listener.time_limit
+        if self._limit is None and self.arguments.session is not None:
+            self._limit = SESSION_TIME_LIMIT
+        self._seconds = None if self._limit is None else self._limit.total_seconds()
+
+    @property
+    def in_transaction(self) -> bool:
+        """Whether a delivery's end is written by the listener's own transaction."""
+        return self.arguments.session is not None
+
+    async def __call__(self, delivery: Delivery) -> None:
+        """Run to the end, or raise what went wrong. With a session, returning means committed."""
+        values = self.arguments.bind(delivery)
+        if not self.arguments.is_async:
+            await self._in_thread(delivery, values)
+        elif self.arguments.session is None:
+            async with asyncio.timeout(self._seconds):
+                await self.arguments.call(self._callback, values)
+        else:
+            async with self._turn():
+                await self._in_session(delivery, values)
+
+    async def _in_session(self, delivery: Delivery, values: dict[str, Any]) -> None:
+        sessions, inbox, queue = self._database()
+        session = sessions.asynchronous()
+        try:
+            async with asyncio.timeout(self._seconds), session.begin():
+                connection = await session.connection()
+                # The inbox speaks to a plain connection, and its two halves stand around the listener's await.
+                entering = inbox.entered(connection.sync_connection, queue, delivery)  # type: ignore[arg-type]
+                await connection.run_sync(lambda _: entering.__enter__())
+                await self.arguments.call(self._callback, values, session)
+                await session.flush()
+                await connection.run_sync(lambda _: entering.__exit__(None, None, None))
+        except (asyncio.CancelledError, TimeoutError):
+            # It may have been cut in the middle of a statement: such a connection is closed, not given back.
+            await asyncio.shield(session.invalidate())
+            raise
+        finally:
+            await asyncio.shield(session.close())
+
+    async def _in_thread(self, delivery: Delivery, values: dict[str, Any]) -> None:
+        work: Callable[[], None]
+        if self.arguments.session is None:
+            work = lambda: self.arguments.call(self._callback, values)  # noqa: E731 - two ways to do one thing
+        else:
+            work = lambda: self._in_plain_session(delivery, values)  # noqa: E731
+        async with self._turn():
+            loop = asyncio.get_running_loop()
+            thread = loop.run_in_executor(self._executor, copy_context().run, work)
+            done, _ = await asyncio.wait([thread], timeout=self._seconds)
+            if not done:
+                raise ThreadTimeout(self._limit, thread)
+            thread.result()
+
+    def _in_plain_session(self, delivery: Delivery, values: dict[str, Any]) -> None:
+        sessions, inbox, queue = self._database()
+        with (
+            sessions.synchronous() as session,
+            session.begin(),
+            inbox.entered(session.connection(), queue, delivery),
+        ):
+            self.arguments.call(self._callback, values, session)
+            session.flush()
+
+    def _turn(self) -> AbstractAsyncContextManager[None]:
+        return nullcontext() if self._sessions is None or not self.in_transaction else self._sessions.turn()
+
+    def _database(self) -> tuple[Sessions, Inbox, str]:
+        assert self._sessions is not None and self._inbox is not None  # noqa: S101 - checked before the worker starts
+        return self._sessions, self._inbox, self._listener.queue

@@ -1,0 +1,118 @@
+"""Handling: one delivery, from decoding to settling."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+
+from outbox.core.attempt import Attempt, Dead, Done, Outcome, Reason, Released, RetryIn
+from outbox.core.body import Undecodable
+from outbox.core.cancellation import cancelled_from_outside
+from outbox.core.dead_letter import clean
+from outbox.core.errors import LeaseLost, Reject
+from outbox.core.events import Handled, LeaseWasLost, Observer
+from outbox.core.listener import Listener
+from outbox.core.retry import RetryPolicy
+from outbox.core.tracking import following
+from outbox.core.transport import Delivery
+from outbox.inbound import inbox
+from outbox.inbound.calling import Call, ThreadTimeout
+
+Redaction = Callable[[str], str]
+
+
+class Handling:
+    """Runs one listener and says how each attempt ended."""
+
+    def __init__(
+        self,
+        listener: Listener,
+        call: Call,
+        *,
+        retry_policy: RetryPolicy,
+        redact_error: Redaction,
+        observe: Observer,
+    ) -> None:
+        self._listener = listener
+        self._call = call
+        self._retry_policy = retry_policy
+        self._redact_error = redact_error
+        self._observe = observe
+
+    async def handle(self, delivery: Delivery) -> None:
+        """Every delivery ends in exactly one outcome, whatever the listener or the message does."""
+        began = time.monotonic()
+        outcome, error = await self._outcome(delivery)
+        self._settle(delivery, outcome, error, timedelta(seconds=time.monotonic() - began))
+        if isinstance(error, ThreadTimeout):
+            await asyncio.wait([error.thread])  # the slot is free when the thread is
+
+    async def _outcome(self, delivery: Delivery) -> tuple[Outcome, BaseException | None]:
+        attempt = delivery.attempt
+        if attempt.crash_count >= self._listener.max_crashes:
+            return Dead(Reason.CRASHED, f"its worker died or lost its lease {attempt.crash_count} times"), None
+        try:
+            with following(attempt.message.tracking_ids):
+                await self._call(delivery)
+        except inbox.Handled:
+            return Done(), None
+        except Undecodable as error:
+            return Dead(Reason.UNDECODABLE, self._text(error)), error
+        except Reject as error:
+            return Dead(Reason.REJECTED, self._text(error)), error
+        except LeaseLost as error:
+            return Released(), error
+        except asyncio.CancelledError as error:
+            if cancelled_from_outside():
+                delivery.settle(Released())  # the worker gives up on this listener; somebody else may try
+                raise
+            return self._failed(attempt, error), error
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a listener may raise anything
+            return self._failed(attempt, error), error
+        return Done(in_transaction=self._call.in_transaction and delivery.completion() is not None), None
+
+    def _failed(self, attempt: Attempt, error: BaseException) -> Outcome:
+        text = self._text(error)
+        try:
+            delay = self._retry_policy.delay(attempt.attempt_count, error)
+        except Exception as policy_error:  # noqa: BLE001 - somebody's function decides
+            return Dead(Reason.EXHAUSTED, f"retry_delays raised {type(policy_error).__name__}; the failure was: {text}")
+        return Dead(Reason.EXHAUSTED, text) if delay is None else RetryIn(delay, text)
+
+    def _settle(self, delivery: Delivery, outcome: Outcome, error: BaseException | None, duration: timedelta) -> None:
+        def landed(future: asyncio.Future[bool]) -> None:
+            if future.cancelled() or future.exception() is not None:
+                return  # the transport is gone, and with it the hold on the message
+            if not future.result() or isinstance(error, LeaseLost):
+                self._observe(
+                    LeaseWasLost(
+                        _phase(outcome), delivery.attempt.id, self._listener.queue, delivery.attempt.attempt_count
+                    )
+                )
+            else:
+                self._observe(Handled(self._listener.queue, delivery.attempt, outcome, duration, error))
+
+        delivery.settle(outcome).add_done_callback(landed)
+
+    def _text(self, error: BaseException) -> str:
+        """What is stored of an error: its words first, then where it came from."""
+        words = "".join(traceback.format_exception_only(error)).strip()
+        frames = "".join(traceback.format_tb(error.__traceback__)[-8:])
+        text = f"{words}\n\n{frames}" if frames and not isinstance(error, Undecodable) else words
+        try:
+            return clean(self._redact_error(clean(text)))
+        except Exception as redaction_error:  # noqa: BLE001 - what could not be redacted is not shown
+            return f"{type(error).__name__} (redact_error raised {type(redaction_error).__name__})"
+
+
+def _phase(outcome: Outcome) -> str:
+    match outcome:
+        case RetryIn():
+            return "retry"
+        case Released():
+            return "completion"
+        case _:
+            return "terminal"

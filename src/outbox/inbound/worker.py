@@ -1,0 +1,105 @@
+"""Worker: takes deliveries from the transport and runs their listeners."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
+from datetime import timedelta
+from typing import Any
+
+from outbox.core.events import Observer, Troubled
+from outbox.core.listener import Listener
+from outbox.core.pace import Pace
+from outbox.core.transport import Delivery, Transport
+from outbox.inbound.handling import Handling
+
+SHORTEST_TROUBLE, LONGEST_TROUBLE = 0.2, 10.0  # seconds of pause after an error, doubling
+
+
+class Worker:
+    """Serves listeners until it is told to stop, then lets the running ones end."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        handlings: Mapping[Listener, Handling],
+        *,
+        prefetch: int,
+        grace: timedelta,
+        observe: Observer,
+    ) -> None:
+        self._transport = transport
+        self._handlings = handlings
+        self._prefetch = prefetch
+        self._grace = grace
+        self._observe = observe
+        self._running: set[asyncio.Task[None]] = set()
+        self._suspects = asyncio.Lock()
+
+    async def run(self, stop: asyncio.Event, abandon: asyncio.Event) -> int:
+        """Work until `stop`; how many listeners were abandoned: `abandon` or the end of the grace came first."""
+        serving = [asyncio.create_task(self._serve(listener)) for listener in self._handlings]
+        stopping = asyncio.create_task(stop.wait())
+        try:
+            await asyncio.wait([stopping, *serving], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await _end([stopping, *serving])
+            abandoned = await self._let_end(abandon)
+        return abandoned
+
+    async def _serve(self, listener: Listener) -> None:
+        """Take deliveries for one listener; after an error, take them anew."""
+        trouble = Pace(LONGEST_TROUBLE, SHORTEST_TROUBLE)
+        slots = asyncio.Semaphore(listener.concurrency)
+        while True:
+            try:
+                await self._take(listener, slots, trouble)
+            except Exception as error:  # noqa: BLE001 - a worker outlives whatever its transport throws
+                pause = trouble.pause()
+                self._observe(Troubled(f"worker of {listener.queue}", error, timedelta(seconds=pause)))
+                await asyncio.sleep(pause)
+
+    async def _take(self, listener: Listener, slots: asyncio.Semaphore, trouble: Pace) -> None:
+        deliveries = self._transport.consume(listener, self._prefetch)
+        try:
+            while True:
+                await slots.acquire()
+                try:
+                    delivery = await anext(deliveries)
+                except BaseException:
+                    slots.release()
+                    raise
+                trouble.reset()
+                task = asyncio.create_task(self._handle(listener, delivery))
+                self._running.add(task)  # the loop itself holds tasks only weakly
+                task.add_done_callback(self._running.discard)
+                task.add_done_callback(lambda _: slots.release())
+        finally:
+            close = getattr(deliveries, "aclose", None)
+            if close is not None:
+                await close()
+
+    async def _handle(self, listener: Listener, delivery: Delivery) -> None:
+        # A message that has killed a worker runs beside no other suspect: whichever kills again condemns itself alone.
+        async with self._suspects if delivery.attempt.crash_count else nullcontext():
+            await self._handlings[listener].handle(delivery)
+
+    async def _let_end(self, abandon: asyncio.Event) -> int:
+        if not self._running:
+            return 0
+        abandoning = asyncio.create_task(abandon.wait())
+        ending = asyncio.ensure_future(asyncio.wait(self._running))
+        await asyncio.wait(
+            [abandoning, ending], timeout=self._grace.total_seconds(), return_when=asyncio.FIRST_COMPLETED
+        )
+        await _end([abandoning, ending])
+        left = list(self._running)
+        await _end(left)
+        return len(left)
+
+
+async def _end(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,412 @@
+"""Outbox: one configured instance. Wires the parts and delegates to them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import cached_property
+from typing import Any
+
+from sqlalchemy import Connection, MetaData
+from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import Session
+
+from outbox.adapters import store_class, transport_for
+from outbox.core.binding import Binding
+from outbox.core.dead_letter import DeadLetters
+from outbox.core.durations import Eta, Seconds
+from outbox.core.errors import ConfigurationError, TransportMismatch
+from outbox.core.events import Started, Stopped
+from outbox.core.listener import Listener, check_listeners
+from outbox.core.message import Message
+from outbox.core.store import Backlog, Store, StoredMessage
+from outbox.core.transport import Transport
+from outbox.engines import Engines
+from outbox.inbound.calling import Call
+from outbox.inbound.handling import Handling
+from outbox.inbound.inbox import Inbox
+from outbox.inbound.threads import Threads
+from outbox.inbound.worker import Worker
+from outbox.observers import Observers
+from outbox.observers.logging import LoggingObserver
+from outbox.outbound.cleanup import Cleanup
+from outbox.outbound.emitter import AnySession, Emitter, Key, plain
+from outbox.outbound.publishing import Publisher
+from outbox.outbound.relay import Relay, Round
+from outbox.outbound.routing import Router
+from outbox.settings import Settings
+from outbox.shutdown import Shutdown, on_signals
+from outbox.stores.tables import Tables
+from outbox.transports.database import DatabaseTransport
+
+CLEAN_UP_EVERY = 10  # poll intervals
+
+
+class Outbox:
+    """A store, a transport, and the defaults they share. Making one does no input or output and needs no loop."""
+
+    def __init__(self, **options: Any) -> None:
+        self._settings: Settings | None = None
+        if options:
+            self.setup(**options)
+
+    def setup(self, **options: Any) -> None:
+        """Take options as `Settings` lists them; what was made from earlier ones is forgotten."""
+        self._settings = Settings.of(options)
+        for name in ("engines", "tables", "store", "transport", "_emitter", "_observe"):
+            self.__dict__.pop(name, None)
+        self.__dict__["_stores"] = {}
+        self._emitter  # noqa: B018 - what cannot work is said here, not at the first emit
+
+    # The parts, each made when it is first needed.
+
+    @property
+    def settings(self) -> Settings:
+        """The options in force; without setup() those of the environment, if they name a database."""
+        if self._settings is None:
+            settings = Settings.of({})
+            if settings.db_engine_url is None and settings.transport is None:
+                raise ConfigurationError("not set up: call setup(db_engine_url=…) or set OUTBOX_DB_ENGINE_URL")
+            self._settings = settings
+        return self._settings
+
+    @cached_property
+    def tables(self) -> Tables:
+        return Tables.named(self.settings.table_name, self.settings.schema)
+
+    @property
+    def metadata(self) -> MetaData:
+        """The tables, for Alembic's `target_metadata`."""
+        return self.tables.metadata
+
+    @cached_property
+    def engines(self) -> Engines:
+        return Engines(self.settings)
+
+    @cached_property
+    def store(self) -> Store:
+        """The store of the configured database."""
+        return self._store_for(self.engines.main.dialect.name)
+
+    @cached_property
+    def transport(self) -> Transport:
+        """The configured transport; none means the database."""
+        value = self.settings.transport
+        if value is None or value == DatabaseTransport.name:
+            settings = self.settings
+            return DatabaseTransport(
+                self.store, lease=settings.duration("lease"), poll_interval=settings.seconds_between_looks
+            )
+        return transport_for(value)
+
+    @cached_property
+    def _stores(self) -> dict[str, Store]:
+        return {}
+
+    def _store_for(self, dialect: str) -> Store:
+        store = self._stores.get(dialect)
+        if store is None:
+            engine = self.engines.asynchronous_if(dialect)
+            store = store_class(dialect)(self.tables, engine, self.settings.clean_up_after)
+            self._stores[dialect] = store
+        return store
+
+    @cached_property
+    def _observe(self) -> Observers:
+        observers = self.settings.observers
+        return Observers([LoggingObserver()] if observers is None else observers)
+
+    @cached_property
+    def _emitter(self) -> Emitter:
+        settings = self.settings
+        return Emitter(
+            self._store_for,
+            expiration=None if settings.expiration is None else settings.duration("expiration"),
+            max_body_size=settings.max_body_size,
+            observe=self._observe,
+        )
+
+    # Emitting.
+
+    async def emit(
+        self,
+        session: AnySession,
+        routing_key: str,
+        body: object,
+        *,
+        key: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        eta: Eta | None = None,
+        expiration: Seconds | None = None,
+        timer_id: str | None = None,
+        content_type: str | None = None,
+    ) -> Message | None:
+        """Store a message in the session's own transaction; None if the timer already waits."""
+        emitter = self._emitter
+        message = emitter.message(routing_key, body, key=key, headers=headers, content_type=content_type)
+        schedule = emitter.schedule(eta, expiration, timer_id)
+        return message if await emitter.write(session, [message], schedule) else None
+
+    def emit_sync(
+        self,
+        session: Session | Connection,
+        routing_key: str,
+        body: object,
+        *,
+        key: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        eta: Eta | None = None,
+        expiration: Seconds | None = None,
+        timer_id: str | None = None,
+        content_type: str | None = None,
+    ) -> Message | None:
+        """`emit` for callers without an event loop."""
+        emitter = self._emitter
+        message = emitter.message(routing_key, body, key=key, headers=headers, content_type=content_type)
+        schedule = emitter.schedule(eta, expiration, timer_id)
+        return message if emitter.write_now(plain(session), [message], schedule) else None
+
+    async def emit_many(
+        self,
+        session: AnySession,
+        routing_key: str,
+        bodies: Iterable[object],
+        *,
+        key: Key = None,
+        headers: Mapping[str, str] | None = None,
+        eta: Eta | None = None,
+        expiration: Seconds | None = None,
+        content_type: str | None = None,
+    ) -> list[Message]:
+        """A message for each body, in one statement. `key` may be a function of the body."""
+        emitter = self._emitter
+        messages = emitter.messages(routing_key, bodies, key=key, headers=headers, content_type=content_type)
+        await emitter.write(session, messages, emitter.schedule(eta, expiration, None))
+        return messages
+
+    def emit_many_sync(
+        self,
+        session: Session | Connection,
+        routing_key: str,
+        bodies: Iterable[object],
+        *,
+        key: Key = None,
+        headers: Mapping[str, str] | None = None,
+        eta: Eta | None = None,
+        expiration: Seconds | None = None,
+        content_type: str | None = None,
+    ) -> list[Message]:
+        """`emit_many` for callers without an event loop."""
+        emitter = self._emitter
+        messages = emitter.messages(routing_key, bodies, key=key, headers=headers, content_type=content_type)
+        emitter.write_now(plain(session), messages, emitter.schedule(eta, expiration, None))
+        return messages
+
+    async def cancel_timer(self, session: AnySession, timer_id: str) -> bool:
+        """Delete the message with this timer id if it still waits; says whether it did."""
+        return await self._emitter.cancel(session, timer_id)
+
+    def cancel_timer_sync(self, session: Session | Connection, timer_id: str) -> bool:
+        """`cancel_timer` for callers without an event loop."""
+        return self._emitter.cancel_now(plain(session), timer_id)
+
+    @asynccontextmanager
+    async def transaction(self) -> AsyncIterator[AsyncSession]:
+        """A session of the outbox's own engine, begun: commits at the end, rolls back on an exception."""
+        async with self.engines.session() as session, session.begin():
+            yield session
+
+    # Working.
+
+    async def message_relay(self) -> None:
+        """Hand stored messages to the transport until SIGINT or SIGTERM."""
+        with on_signals() as shutdown:
+            await self.run(shutdown, relay=True)
+
+    async def worker(self, listeners: Sequence[Listener]) -> int:
+        """Serve listeners until SIGINT or SIGTERM; how many were abandoned because their grace ended.
+
+        Where the database is the transport this needs no relay beside it.
+        """
+        with on_signals() as shutdown:
+            return await self.run(shutdown, listeners=listeners)
+
+    @asynccontextmanager
+    async def running(self, *, relay: bool = False, listeners: Sequence[Listener] = ()) -> AsyncIterator[None]:
+        """Relay and worker in the background of this block, without signal handlers: for ASGI lifespans."""
+        shutdown = Shutdown()
+        ready = asyncio.Event()
+        task = asyncio.create_task(self.run(shutdown, relay=relay, listeners=listeners, ready=ready), name="outbox")
+        waiting = asyncio.create_task(ready.wait())
+        try:
+            await asyncio.wait([task, waiting], return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                task.result()
+            yield
+        finally:
+            waiting.cancel()
+            shutdown.begun.set()
+            await task
+
+    async def run(
+        self,
+        shutdown: Shutdown,
+        *,
+        relay: bool = False,
+        listeners: Sequence[Listener] = (),
+        ready: asyncio.Event | None = None,
+    ) -> int:
+        """What relay, worker and running share: open, work until the shutdown, close."""
+        if not relay and not listeners:
+            check_listeners(listeners)
+        transport = self.transport
+        needs_store = relay or transport.features.routes_in_store or self.engines.configured
+        async with AsyncExitStack() as stack:
+            if needs_store:
+                stack.push_async_callback(self.store.close)
+                await self._open_store(transport)
+            stack.push_async_callback(transport.close)
+            await transport.open()
+            worker = await self._worker(transport, listeners, stack) if listeners else None
+            relays = self._relays(transport, relay) if needs_store else []
+            self._observe(Started("worker" if listeners else "relay", self._described(transport, listeners)))
+            if ready is not None:
+                ready.set()
+            tasks = [asyncio.create_task(each.run(shutdown.begun)) for each in relays]
+            stack.push_async_callback(_gather, tasks)
+            abandoned = 0
+            if worker is not None:
+                abandoned = await worker.run(shutdown.begun, shutdown.forced)
+            else:
+                await shutdown.begun.wait()
+        self._observe(Stopped("worker" if listeners else "relay", abandoned))
+        return abandoned
+
+    async def _open_store(self, transport: Transport) -> None:
+        await self.store.open()
+        recorded = await self.store.record_transport(transport.name)
+        if recorded != transport.name:
+            raise TransportMismatch(
+                f"the table {self.tables.messages.fullname!r} belongs to the transport {recorded!r}, and this process "
+                f"uses {transport.name!r}: it would take the other's messages. If the change is meant, stop the "
+                f"processes of {recorded!r} and run: outbox tables switch-transport {transport.name}"
+            )
+
+    async def _worker(self, transport: Transport, listeners: Sequence[Listener], stack: AsyncExitStack) -> Worker:
+        check_listeners(listeners)
+        if not transport.features.consumes:
+            raise ConfigurationError(f"the transport {transport.name!r} only publishes: a worker cannot take from it")
+        threads = Threads(sum(listener.concurrency for listener in listeners))
+        stack.callback(threads.shutdown)
+        handlings = {listener: self._handling(listener, threads) for listener in listeners}
+        await transport.declare(listeners)
+        settings = self.settings
+        return Worker(
+            transport,
+            handlings,
+            prefetch=settings.prefetch_count,
+            grace=settings.duration("grace"),
+            observe=self._observe,
+        )
+
+    def _handling(self, listener: Listener, threads: Threads) -> Handling:
+        settings = self.settings
+        has_database = self.engines.configured
+        sessions = self.engines.sessions(self.store) if has_database else None
+        call = Call(listener, sessions, Inbox(self.store) if has_database else None, threads)
+        if call.in_transaction and not has_database:
+            raise ConfigurationError(f"{listener.queue} asks for a session, but no database is set up")
+        if call.arguments.session is Session:
+            self.engines.synchronous  # noqa: B018 - a missing driver is said before any message is touched
+        return Handling(
+            listener,
+            call,
+            retry_policy=listener.retry_policy or settings.policy("retry_delays"),
+            redact_error=settings.redact_error or str,
+            observe=self._observe,
+        )
+
+    def _relays(self, transport: Transport, relay: bool) -> list[Relay]:
+        settings, store = self.settings, self.store
+        look = settings.seconds_between_looks
+        relays = [
+            self._relay(
+                Cleanup(
+                    store,
+                    clean_up_after=settings.clean_up_after,
+                    inbox_retention=settings.inbox_retention,
+                    observe=self._observe,
+                ),
+                asyncio.sleep,
+                look * CLEAN_UP_EVERY,
+                "cleanup",
+            )
+        ]
+        if transport.features.routes_in_store:
+            router = Router(
+                store, batch_size=settings.batch_size, unroutable=settings.unroutable, observe=self._observe
+            )
+            relays.append(self._relay(router, store.wait, look, "relay"))
+        elif relay:
+            publisher = Publisher(
+                store,
+                transport,
+                batch_size=settings.batch_size,
+                lease=settings.duration("lease"),
+                retry_policy=settings.policy("relay_retry_delays"),
+                observe=self._observe,
+            )
+            relays.append(self._relay(publisher, store.wait, look, "relay"))
+        return relays
+
+    def _relay(self, work: Round, wait: Callable[[float], Awaitable[None]], longest: float, name: str) -> Relay:
+        return Relay(work, wait=wait, poll_interval=longest, observe=self._observe, name=name)
+
+    def _described(self, transport: Transport, listeners: Sequence[Listener]) -> str:
+        queues = ", ".join(listener.queue for listener in listeners)
+        return f"transport {transport.name}" + (f", queues {queues}" if queues else "")
+
+    # Looking and mending.
+
+    @property
+    def dead_letters(self) -> DeadLetters:
+        """The dead letters: of the transport's queues where it keeps them, of the relay otherwise."""
+        return self.transport.dead_letters or self.store.dead_letters
+
+    async def backlog(self) -> Backlog:
+        """What lies where at this moment."""
+        return await self.store.backlog()
+
+    async def messages(
+        self, *, state: str | None = None, queue: str | None = None, limit: int = 100, after: int = 0
+    ) -> list[StoredMessage]:
+        """Stored messages, dead letters left out."""
+        return await self.store.list_messages(state=state, queue=queue, limit=limit, after=after)
+
+    async def find(self, message_id: str) -> list[StoredMessage]:
+        """Every place where a message is now, with its walk so far."""
+        return await self.store.find(message_id)
+
+    async def bindings(self) -> list[Binding]:
+        """Which queues ask for which routing keys."""
+        return await self.store.bindings()
+
+    async def unbind(self, queue: str) -> int:
+        """Remove a queue's bindings; what lies in it stays. Returns how many there were."""
+        return await self.store.unbind(queue)
+
+    async def create_tables(self) -> None:
+        """Make the tables that are missing."""
+        await self.store.create_tables()
+
+    async def close(self) -> None:
+        """Let go of connections. Engines that were given stay as they are."""
+        for store in self._stores.values():
+            await store.close()
+        if "engines" in self.__dict__:
+            await self.engines.close()
+
+
+async def _gather(tasks: list[asyncio.Task[None]]) -> None:
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,126 @@
+"""LoggingObserver: events as log records under the logger `outbox`. Bodies are never logged."""
+
+from __future__ import annotations
+
+import logging
+
+from outbox.core.attempt import Dead, Done, Released, RetryIn
+from outbox.core.durations import in_words
+from outbox.core.events import (
+    CleanedUp,
+    Emitted,
+    Event,
+    Handled,
+    LeaseWasLost,
+    Relayed,
+    Routed,
+    Started,
+    Stopped,
+    Troubled,
+    Unroutable,
+)
+
+logger = logging.getLogger("outbox")
+
+
+class LoggingObserver:
+    """DEBUG: bindings and batches. INFO: normal work. WARNING: retries, dead letters, lost leases. ERROR: failures."""
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case Handled():
+                self._handled(event)
+            case Relayed():
+                self._relayed(event)
+            case Emitted(messages):
+                if logger.isEnabledFor(logging.INFO):
+                    for message in messages:
+                        logger.info("emitted %s %s", message.routing_key, message.id)
+            case Routed(queue, count):
+                logger.debug("routed %d messages to %s", count, queue)
+            case Unroutable(routing_key, count):
+                logger.warning(
+                    "no queue is bound to %s: %d messages wait; start a worker that listens to it, or see unroutable=",
+                    routing_key,
+                    count,
+                )
+            case LeaseWasLost():
+                self._lease_lost(event)
+            case CleanedUp(what, count):
+                logger.debug("cleaned up %d %s rows", count, what)
+            case Started(what, detail):
+                logger.info("%s started: %s", what, detail)
+            case Stopped(what, abandoned):
+                if abandoned:
+                    logger.warning("%s stopped, %d listeners did not end in time and were abandoned", what, abandoned)
+                else:
+                    logger.info("%s stopped", what)
+            case Troubled(where, error, pause):
+                logger.error("%s: %s; again in %s", where, _words(error), in_words(pause))
+
+    def _handled(self, event: Handled) -> None:
+        message, queue = event.attempt.message, event.queue
+        match event.outcome:
+            case Done():
+                if logger.isEnabledFor(logging.INFO):
+                    logger.info(
+                        "handled %s %s from %s in %s", message.routing_key, message.id, queue, in_words(event.duration)
+                    )
+            case RetryIn(delay, error):
+                logger.warning(
+                    "attempt %d at %s %s from %s failed, again in %s: %s",
+                    event.attempt.attempt_count,
+                    message.routing_key,
+                    message.id,
+                    queue,
+                    in_words(delay),
+                    _first_line(error),
+                )
+            case Dead(reason, error):
+                logger.warning(
+                    "%s %s from %s is dead (%s): %s", message.routing_key, message.id, queue, reason, _first_line(error)
+                )
+            case Released():
+                logger.debug("gave back %s %s to %s", message.routing_key, message.id, queue)
+
+    def _relayed(self, event: Relayed) -> None:
+        message = event.attempt.message
+        match event.outcome:
+            case Done():
+                logger.info("sent %s %s", message.routing_key, message.id)
+            case RetryIn(delay, error):
+                logger.warning(
+                    "%s %s was not sent, again in %s: %s",
+                    message.routing_key,
+                    message.id,
+                    in_words(delay),
+                    _first_line(error),
+                )
+            case Dead(reason, error):
+                logger.warning("%s %s is dead (%s): %s", message.routing_key, message.id, reason, _first_line(error))
+            case Released():
+                logger.debug("gave back %s %s", message.routing_key, message.id)
+
+    def _lease_lost(self, event: LeaseWasLost) -> None:
+        logger.warning(
+            "lease lost on row %d of %s: its %s write was refused; if this recurs, listeners outlast their lease",
+            event.row_id,
+            event.queue,
+            event.phase,
+            extra={
+                "event": "lease_lost",
+                "phase": event.phase,
+                "row_id": event.row_id,
+                "queue": event.queue,
+                "deliveries_count": event.deliveries_count,
+            },
+        )
+
+
+def _words(error: BaseException) -> str:
+    # SQLAlchemy's texts end with the statement and its parameters: bodies do not belong in a log.
+    return f"{type(error).__name__}: {_first_line(str(error))}"
+
+
+def _first_line(text: str) -> str:
+    return text.split("\n", 1)[0][:500]

@@ -1,0 +1,1 @@
+"""Outbound: from emit through the store and the relay to the transport."""

@@ -1,0 +1,37 @@
+"""Cleanup: lets go of what nobody needs any more, in bounded batches, whether or not messages flow."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from outbox.core.durations import Retention
+from outbox.core.events import CleanedUp, Observer
+from outbox.core.store import Store
+
+BATCH = 1000  # rows in one statement
+
+
+class Cleanup:
+    """A relay's rounds over what is expired, sent long ago, or remembered long enough."""
+
+    def __init__(
+        self, store: Store, *, clean_up_after: Retention, inbox_retention: Retention, observe: Observer
+    ) -> None:
+        self._store = store
+        self._clean_up_after = clean_up_after
+        self._inbox_retention = inbox_retention
+        self._observe = observe
+
+    async def round(self) -> int:
+        """One batch of each kind; how many rows left."""
+        gone = self._tell("expired", await self._store.expire(BATCH))
+        if isinstance(self._clean_up_after, timedelta):
+            gone += self._tell("sent", await self._store.purge(self._clean_up_after, BATCH))
+        if isinstance(self._inbox_retention, timedelta):
+            gone += self._tell("inbox", await self._store.purge_inbox(self._inbox_retention, BATCH))
+        return gone if gone >= BATCH else 0  # a batch that is not full leaves nothing for the next one
+
+    def _tell(self, what: str, count: int) -> int:
+        if count:
+            self._observe(CleanedUp(what, count))
+        return count

@@ -1,0 +1,68 @@
+"""Commits: what is done when the caller's transaction has committed."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from weakref import WeakKeyDictionary
+
+from sqlalchemy import Connection, event
+from sqlalchemy.orm import Session, SessionTransaction
+
+from outbox.core.errors import NotAtomicWarning
+
+Actions = list[Callable[[], None]]
+
+_pending: WeakKeyDictionary[Session | Connection, Actions] = WeakKeyDictionary()
+
+
+def after_commit(session: Session | Connection, action: Callable[[], None]) -> None:
+    """Call the action once the outermost transaction has committed; never if it rolls back."""
+    pending = _pending.get(session)
+    if pending is None:
+        pending = _pending[session] = []
+        if isinstance(session, Session):
+            event.listen(session, "after_commit", _session_committed)
+            event.listen(session, "after_rollback", _session_rolled_back)
+            event.listen(session, "after_transaction_end", _session_transaction_ended)
+        else:
+            event.listen(session, "commit", _connection_committed)
+            event.listen(session, "rollback", _connection_rolled_back)
+    pending.append(action)
+
+
+def _session_committed(session: Session) -> None:
+    if not session.in_nested_transaction():  # a released savepoint has committed nothing yet
+        _run(session)
+
+
+def _session_rolled_back(session: Session) -> None:
+    _pending[session].clear()
+
+
+def _session_transaction_ended(session: Session, transaction: SessionTransaction) -> None:
+    pending = _pending[session]
+    if transaction.parent is None and pending:
+        count = len(pending)
+        pending.clear()
+        warnings.warn(
+            f"a session was closed without commit after {count} emit(s): neither messages nor data were stored. "
+            "Call `await session.commit()`, or begin with `async with session.begin()`; if this was meant, say "
+            "`await session.rollback()`",
+            NotAtomicWarning,
+            stacklevel=2,
+        )
+
+
+def _connection_committed(connection: Connection) -> None:
+    _run(connection)
+
+
+def _connection_rolled_back(connection: Connection) -> None:
+    _pending[connection].clear()
+
+
+def _run(session: Session | Connection) -> None:
+    actions, _pending[session] = _pending[session], []
+    for action in actions:
+        action()

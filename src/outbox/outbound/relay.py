@@ -1,0 +1,68 @@
+"""Relay: claims due messages from the store and hands them on, until it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from datetime import timedelta
+from typing import Protocol
+
+from outbox.core.events import Observer, Troubled
+from outbox.core.pace import Pace
+
+SHORTEST_TROUBLE, LONGEST_TROUBLE = 0.2, 30.0  # seconds of pause after an error, doubling
+
+
+class Round(Protocol):
+    """One batch of a relay's work: a router's or a publisher's."""
+
+    async def round(self) -> int: ...
+
+
+class Relay:
+    """Runs rounds: at once while there is work, then at a growing pace, sooner when it is woken."""
+
+    def __init__(
+        self,
+        work: Round,
+        *,
+        wait: Callable[[float], Awaitable[None]],
+        poll_interval: float,
+        observe: Observer,
+        name: str,
+    ) -> None:
+        self._work = work
+        self._wait = wait
+        self._pace = Pace(poll_interval)
+        self._trouble = Pace(LONGEST_TROUBLE, SHORTEST_TROUBLE)
+        self._observe = observe
+        self._name = name
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Work until `stop`. A round that has begun is finished."""
+        while not stop.is_set():
+            try:
+                taken = await self._work.round()
+                if taken:
+                    self._pace.reset()
+                else:
+                    await unless(stop, self._wait(self._pace.pause()))
+                self._trouble.reset()
+            except Exception as error:  # noqa: BLE001 - a relay outlives whatever its database or broker throws
+                pause = self._trouble.pause()
+                self._observe(Troubled(self._name, error, timedelta(seconds=pause)))
+                await unless(stop, asyncio.sleep(pause))
+
+
+async def unless(stop: asyncio.Event, sleep: Awaitable[None]) -> None:
+    """Sleep, but not past a stop."""
+    sleeping = asyncio.ensure_future(sleep)
+    stopping = asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait((sleeping, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if sleeping.done():
+            sleeping.result()
+    finally:
+        for task in (sleeping, stopping):
+            task.cancel()
+        await asyncio.gather(sleeping, stopping, return_exceptions=True)

@@ -1,0 +1,259 @@
+"""Settings: every option once, with its default and its spellings."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from datetime import timedelta
+from typing import Any, Self
+
+from sqlalchemy import Engine
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from outbox.core.durations import IMMEDIATELY, NEVER, Retention, Seconds, as_delay, as_lifetime, parse_duration
+from outbox.core.errors import ConfigurationError, TimeInvalid
+from outbox.core.events import Observer
+from outbox.core.message import LARGEST_BODY
+from outbox.core.retry import RetryFunction, RetryPolicy, as_retry_policy
+from outbox.core.store import DISCARD
+
+PREFIX = "OUTBOX_"
+
+RetryDelays = RetryPolicy | Sequence[Seconds] | RetryFunction
+
+
+def _option(
+    default: Any,
+    doc: str,
+    *,
+    spellings: tuple[str, ...] = (),
+    shown: str | None = None,
+    parse: Callable[[str], Any] | None = None,
+) -> Any:
+    """One option: its default, when to change it, its other names, and how it is read from text."""
+    about = {"doc": doc, "spellings": spellings, "shown": shown, "parse": parse}
+    return field(default=default, metadata=about)
+
+
+def _numbers(text: str) -> tuple[timedelta, ...]:
+    return tuple(parse_duration(part) for part in text.split(",") if part.strip())
+
+
+def _retention(text: str) -> Retention:
+    return text.upper() if text.upper() in (IMMEDIATELY, NEVER) else parse_duration(text)  # type: ignore[return-value]
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigurationError(f"not a whole number: {text!r}") from None
+
+
+def _object(text: str) -> dict[str, str]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise ConfigurationError('not a JSON object: write for example {"audit.#": "discard"}')
+    return value
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Settings:
+    """What `setup()` takes. Each option can also be given as `OUTBOX_…` in the environment, except objects."""
+
+    db_engine: AsyncEngine | Engine | None = _option(
+        None, "Your SQLAlchemy engine. It gets no events or settings from us, and we never dispose of it."
+    )
+    db_engine_url: str | None = _option(
+        None,
+        "Where the database is, instead of an engine: `postgresql+asyncpg://…`, `sqlite+aiosqlite:///orders.db`.",
+        parse=str,
+    )
+    schema: str | None = _option(
+        None, "The schema of the tables; set it if yours do not live in the default one.", parse=str
+    )
+    table_name: str = _option(
+        "outbox_table",
+        "The table's name; all other names derive from it. Set it for several outboxes in one database.",
+        parse=str,
+    )
+    transport: Any = _option(
+        None,
+        "Where messages go: nothing for the database itself, a URL, a Transport, or `async def publish(message)`.",
+        spellings=("rabbitmq_url", "rmq_connection_url", "rmq_connection"),
+        shown="the database",
+        parse=str,
+    )
+    unroutable: Mapping[str, str] = _option(
+        None,
+        'Messages nobody needs: `{"audit.#": "discard"}`. All others wait until a queue is bound to them.',
+        shown="none",
+        parse=_object,
+    )
+    poll_interval: Seconds = _option(
+        1.0,
+        "Longest sleep between two looks at the table. Wake-ups come sooner; lower it where none can.",
+        parse=parse_duration,
+    )
+    batch_size: int = _option(
+        500, "Messages that a relay claims at once. Lower it if your bodies are large.", parse=_whole
+    )
+    prefetch_count: int = _option(
+        1000,
+        "Most messages of one queue in a worker's hands. It takes that many only while it handles them quickly.",
+        parse=_whole,
+    )
+    lease: Seconds = _option(
+        60.0,
+        "How long a claim holds without a sign of life. It is renewed at a third: it bounds how late a dead worker's "
+        "messages come back, not how long a listener may run.",
+        parse=parse_duration,
+    )
+    grace: Seconds = _option(30.0, "How long running listeners may go on after SIGTERM.", parse=parse_duration)
+    retry_delays: RetryDelays = _option(
+        (1, 10, 60, 300),
+        "Delays between a listener's attempts: a sequence, a RetryPolicy, or a function. `()` means no retries.",
+        parse=_numbers,
+    )
+    relay_retry_delays: RetryDelays = _option(
+        None,
+        "Delays between a relay's attempts at a message that the destination refused.",
+        shown="exponential from 1 s to 5 min, with jitter, without end",
+        parse=_numbers,
+    )
+    expiration: Seconds | None = _option(
+        None,
+        "How long messages are worth delivering, from when they are due. Past it they are dead letters.",
+        parse=parse_duration,
+    )
+    clean_up_after: Retention = _option(
+        IMMEDIATELY,
+        "How long done messages are kept: `IMMEDIATELY`, `NEVER`, or a timedelta. Keep them to see a message's walk.",
+        parse=_retention,
+    )
+    inbox_retention: Retention = _option(
+        timedelta(days=30),
+        "How long handled message ids are remembered. Longer than any message may come back.",
+        shown="30 days",
+        parse=_retention,
+    )
+    max_body_size: int = _option(LARGEST_BODY, "Largest body in bytes.", shown="1 MiB", parse=_whole)
+    redact_error: Callable[[str], str] | None = _option(
+        None, "Called with each error text before it is stored; returns what may be kept of it."
+    )
+    observers: Sequence[Observer] = _option(None, "Who hears what happens, instead of the log.", shown="logging")
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> Self:
+        """Settings from arguments, then from the environment, then the defaults."""
+        values = _by_option(given)
+        for option in fields(cls):
+            if values.get(option.name) is None:
+                values.pop(option.name, None)
+                _read(option, environment, values)
+        if values.get("db_engine") is not None and given.get("db_engine_url") is None:
+            values.pop("db_engine_url", None)
+        return cls(**values)
+
+    def __post_init__(self) -> None:
+        if self.db_engine is not None and self.db_engine_url is not None:
+            raise ConfigurationError("db_engine and db_engine_url are two ways to say the same: give one of them")
+        for name in ("poll_interval", "lease", "grace"):
+            self._set(name, self._checked(name, as_lifetime if name != "grace" else as_delay))
+        if self.expiration is not None:
+            self._set("expiration", self._checked("expiration", as_lifetime))
+        for name in ("batch_size", "prefetch_count", "max_body_size"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigurationError(f"{name}={value!r}: a whole number, at least 1")
+        for name in ("clean_up_after", "inbox_retention"):
+            self._check_retention(name)
+        self._set("retry_delays", as_retry_policy(self.retry_delays))
+        relay = self.relay_retry_delays
+        endless = RetryPolicy.exponential(1, 2, cap=timedelta(minutes=5), jitter=0.2)
+        self._set("relay_retry_delays", endless if relay is None else as_retry_policy(relay))
+        self._check_unroutable()
+
+    def __repr__(self) -> str:
+        """Names only what is safe to show: URLs and engines may hold credentials."""
+        return f"Settings(table_name={self.table_name!r}, schema={self.schema!r})"
+
+    @property
+    def seconds_between_looks(self) -> float:
+        return as_lifetime(self.poll_interval).total_seconds()
+
+    def duration(self, name: str) -> timedelta:
+        """An option that is a duration."""
+        value: timedelta = getattr(self, name)
+        return value
+
+    def policy(self, name: str) -> RetryPolicy:
+        """An option that is a retry policy."""
+        value: RetryPolicy = getattr(self, name)
+        return value
+
+    def _checked(self, name: str, check: Callable[..., timedelta]) -> timedelta:
+        try:
+            return check(getattr(self, name), what=name)
+        except TimeInvalid as error:
+            raise ConfigurationError(str(error)) from None
+
+    def _check_retention(self, name: str) -> None:
+        value = getattr(self, name)
+        if isinstance(value, str) and value.upper() in (IMMEDIATELY, NEVER):
+            self._set(name, value.upper())
+        elif not isinstance(value, timedelta) or value < timedelta(0):
+            raise ConfigurationError(f"{name}={value!r}: IMMEDIATELY, NEVER, or a timedelta")
+        if name == "inbox_retention" and value == IMMEDIATELY:
+            raise ConfigurationError("inbox_retention=IMMEDIATELY would forget a message before its copy arrives")
+
+    def _check_unroutable(self) -> None:
+        rules = dict(self.unroutable or {})
+        for pattern, action in rules.items():
+            if action != DISCARD:
+                raise ConfigurationError(f"unroutable={{{pattern!r}: {action!r}}}: the only action is {DISCARD!r}")
+        self._set("unroutable", rules)
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+
+def _by_option(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments under their options' first names; the same thing said twice in different ways is refused."""
+    names = {name: option.name for option in fields(Settings) for name in _names(option)}
+    values: dict[str, Any] = {}
+    said_as: dict[str, str] = {}
+    for name, value in given.items():
+        if name not in names:
+            raise ConfigurationError(f"no option is called {name!r}; there are {', '.join(sorted(names))}")
+        option = names[name]
+        if value is None:
+            continue
+        if option in values and values[option] != value:
+            raise ConfigurationError(f"{said_as[option]} and {name} are the same option with different values")
+        values[option], said_as[option] = value, name
+    return values
+
+
+def _read(option: Any, environment: Mapping[str, str], values: dict[str, Any]) -> None:
+    parse = option.metadata["parse"]
+    found = {PREFIX + name.upper(): environment.get(PREFIX + name.upper()) for name in _names(option)}
+    texts = {name: text for name, text in found.items() if text}
+    if parse is None or not texts:
+        return
+    if len(set(texts.values())) > 1:
+        raise ConfigurationError(f"{' and '.join(texts)} are the same option with different values")
+    name, text = next(iter(texts.items()))
+    try:
+        values[option.name] = parse(text)
+    except (ConfigurationError, TimeInvalid) as error:
+        raise ConfigurationError(f"{name}: {error}") from None
+
+
+def _names(option: Any) -> tuple[str, ...]:
+    return (option.name, *option.metadata["spellings"])

@@ -1,0 +1,254 @@
+"""SqlClaim: messages under a lease, renewed while it is held; every write carries its token."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from functools import cached_property
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, assert_never
+from uuid import UUID
+
+from sqlalchemy import (
+    BigInteger,
+    ColumnElement,
+    Connection,
+    Executable,
+    Float,
+    Integer,
+    Select,
+    String,
+    Text,
+    bindparam,
+    case,
+    delete,
+    null,
+    select,
+    update,
+)
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.types import TypeEngine
+
+from outbox.core.attempt import Attempt, Dead, Done, Outcome, Reason, Released, RetryIn
+from outbox.core.dead_letter import clean
+from outbox.core.durations import IMMEDIATELY
+from outbox.core.store import Rows
+from outbox.stores.finish import finish
+from outbox.stores.rows import as_seconds, history_line
+
+if TYPE_CHECKING:
+    from outbox.stores.sql import SqlStore
+
+
+# What a statement that buries says of each message; the rest is copied from its row.
+BURIAL: Mapping[str, type[TypeEngine[Any]]] = {
+    "id": BigInteger,
+    "reason": String,
+    "error": Text,
+    "attempts": Integer,
+    "starts": Integer,
+}
+
+_UNTRIED = (Reason.EXPIRED, Reason.CRASHED)  # found out before the listener ran: no attempt, and no start either
+
+
+class SettleStatements:
+    """How attempts end in SQL; built once for each store."""
+
+    def __init__(self, store: SqlStore) -> None:
+        self._store = store
+        self._messages = store.messages
+
+    @cached_property
+    def done(self) -> Any:
+        columns = self._messages.c
+        return self._done(self._store.among(columns.id, "ids"), self._store.held()).returning(columns.id)
+
+    def completion(self, id: int, token: UUID) -> Executable:
+        """One row's end, with its values in it: whoever executes it knows nothing of leases."""
+        statement: Executable = self._done(self._messages.c.id == id, self._store.held(token))
+        return statement
+
+    def _done(self, chosen: ColumnElement[bool], held: ColumnElement[bool]) -> Any:
+        if self._store.clean_up_after == IMMEDIATELY:
+            return delete(self._messages).where(chosen, held)
+        return (
+            update(self._messages)
+            .where(chosen, held)
+            .values(
+                done_at=self._store.clock(),
+                attempts=self._messages.c.attempts + 1,
+                lease_token=null(),
+                lease_until=null(),
+            )
+        )
+
+    @cached_property
+    def retry(self) -> Any:
+        columns = self._messages.c
+        rows = self._store.records("rows", {"id": BigInteger, "delay": Float, "line": Text}).alias("settled")
+        return (
+            update(self._messages)
+            .where(columns.id == rows.c.id, self._store.held())
+            .values(
+                due_at=self._store.later(self._store.clock(), rows.c.delay),
+                attempts=columns.attempts + 1,
+                history=self._store.appended_history(rows.c.line),
+                lease_token=null(),
+                lease_until=null(),
+            )
+            .returning(columns.id)
+        )
+
+    @cached_property
+    def dead(self) -> Select[Any]:
+        columns = self._messages.c
+        rows = self._store.records("rows", {"id": BigInteger, "reason": String, "error": Text}).alias("settled")
+        tried = case((rows.c.reason.in_([reason.value for reason in _UNTRIED]), 0), else_=1)
+        return select(
+            columns.id,
+            rows.c.reason,
+            rows.c.error,
+            (columns.attempts + tried).label("attempts"),
+            (columns.starts - 1 + tried).label("starts"),
+        ).where(columns.id == rows.c.id, self._store.held())
+
+    @cached_property
+    def release(self) -> Any:
+        columns = self._messages.c
+        return (
+            update(self._messages)
+            .where(self._store.among(columns.id, "ids"), self._store.held())
+            .values(starts=columns.starts - 1, lease_token=null(), lease_until=null())
+            .returning(columns.id)
+        )
+
+    @cached_property
+    def renew(self) -> Any:
+        until = self._store.later(self._store.clock(), bindparam("lease", type_=Float))
+        return (
+            update(self._messages)
+            .where(self._store.among(self._messages.c.id, "ids"), self._store.held())
+            .values(lease_until=until)
+            .returning(self._messages.c.id)
+        )
+
+
+class SqlClaim:
+    """A claim on one destination's due messages, as an asynchronous context manager."""
+
+    def __init__(self, store: SqlStore, limit: int, destination: str, lease: timedelta) -> None:
+        self._store = store
+        self._statements = store.settling
+        self._limit = limit
+        self._destination = destination
+        self._lease = lease
+        self._token = store.new_token()
+        self._held: set[int] = set()
+        self._writing = asyncio.Lock()  # a renewal and a settlement in two transactions could wait for each other
+        self._renewal: asyncio.Task[None] | None = None
+        self.attempts: Sequence[Attempt] = ()
+
+    async def __aenter__(self) -> Self:
+        if not await self._store.anything_due(self._destination):
+            return self
+        try:
+            await finish(self._store.apply(self._take))
+        except asyncio.CancelledError:
+            await self._give_back()
+            raise
+        if self._held:
+            self._renewal = asyncio.create_task(self._renew(), name="outbox lease renewal")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._renewal is not None:
+            self._renewal.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._renewal
+        await self._give_back()
+
+    async def settle(self, outcomes: Mapping[int, Outcome]) -> frozenset[int]:
+        async with self._writing:
+            written = {id for id, outcome in outcomes.items() if outcome == Done(in_transaction=True)}
+            to_write = {id: outcome for id, outcome in outcomes.items() if id not in written}
+            if to_write:
+                written |= await finish(self._store.apply(lambda connection: self._settle(connection, to_write)))
+            self._held -= outcomes.keys()
+        return frozenset(outcomes.keys() - written)
+
+    def completion(self, attempt: Attempt) -> Executable:
+        return self._statements.completion(attempt.id, self._token)
+
+    def _take(self, connection: Connection) -> None:
+        attempts, expired = self._store.take(connection, self._limit, self._destination, self._token, self._lease)
+        if expired:
+            self._bury(connection, {id: Dead(Reason.EXPIRED) for id in expired})
+        self.attempts = attempts
+        self._held = {attempt.id for attempt in attempts}
+
+    def _settle(self, connection: Connection, outcomes: Mapping[int, Outcome]) -> set[int]:
+        done: list[int] = []
+        released: list[int] = []
+        retries: Rows = []
+        dead: dict[int, Dead] = {}
+        for id, outcome in outcomes.items():
+            match outcome:
+                case Done():
+                    done.append(id)
+                case RetryIn(delay, error):
+                    line = history_line(f"attempt {self._attempt_count(id)} failed", clean(error))
+                    retries.append({"id": id, "delay": as_seconds(delay), "line": line})
+                case Dead():
+                    dead[id] = outcome
+                case Released():
+                    released.append(id)
+                case _:
+                    assert_never(outcome)
+        written: set[int] = set()
+        if done:
+            written |= self._ids(connection, self._statements.done, {"ids": self._store.listed(done)})
+        if retries:
+            written |= self._ids(connection, self._statements.retry, {"rows": self._store.json(retries)})
+        if dead:
+            written |= self._bury(connection, dead)
+        if released:
+            written |= self._ids(connection, self._statements.release, {"ids": self._store.listed(released)})
+        return written
+
+    def _bury(self, connection: Connection, dead: Mapping[int, Dead]) -> set[int]:
+        rows = [{"id": id, "reason": o.reason.value, "error": clean(o.error)} for id, o in dead.items()]
+        parameters = {"rows": self._store.json(rows), "token": self._token}
+        return set(self._store.bury(connection, self._statements.dead, parameters))
+
+    def _ids(self, connection: Connection, statement: Any, parameters: dict[str, Any]) -> set[int]:
+        return set(connection.execute(statement, parameters | {"token": self._token}).scalars())
+
+    def _attempt_count(self, id: int) -> int:
+        return next((attempt.attempt_count for attempt in self.attempts if attempt.id == id), 0)
+
+    async def _renew(self) -> None:
+        """Renew at a third of the lease. A database that is away is asked again: the fence decides, not this task."""
+        pause = self._lease.total_seconds() / 3
+        while True:
+            await asyncio.sleep(pause)
+            with suppress(SQLAlchemyError, OSError):
+                async with self._writing:
+                    await self._renew_once(self._held)
+
+    async def _renew_once(self, ids: Iterable[int]) -> None:
+        parameters = {"ids": self._store.listed(sorted(ids)), "token": self._token, "lease": as_seconds(self._lease)}
+        if ids:
+            await finish(
+                self._store.apply(lambda connection: connection.execute(self._statements.renew, parameters).all())
+            )
+
+    async def _give_back(self) -> None:
+        if self._held:
+            # If this fails the lease runs out and the messages are claimed again: later, not lost.
+            with suppress(SQLAlchemyError, OSError):
+                await self.settle({id: Released() for id in self._held})

@@ -1,0 +1,99 @@
+"""SqlDeadLetters: the table of messages nobody will try again."""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import ColumnElement, Connection, Executable, delete, insert, literal, null, select
+
+from outbox.core.attempt import Reason
+from outbox.core.dead_letter import DeadLetter
+from outbox.core.errors import NotFound
+from outbox.stores.rows import as_dead_letter
+from outbox.stores.tables import message_columns
+
+if TYPE_CHECKING:
+    from outbox.stores.sql import SqlStore
+
+
+class SqlDeadLetters:
+    """Dead letters of a store: those of its relays, and those of its queues where the database is the transport."""
+
+    def __init__(self, store: SqlStore) -> None:
+        self._store = store
+        self._table = store.tables.dead_letters
+
+    async def list(
+        self,
+        *,
+        queue: str | None = None,
+        reason: Reason | None = None,
+        error: str | None = None,
+        limit: int = 100,
+        after: int = 0,
+    ) -> list[DeadLetter]:
+        columns = self._table.c
+        statement = select(self._table).where(columns.id > after).order_by(columns.id).limit(limit)
+        if queue is not None:
+            statement = statement.where(columns.destination == queue)
+        if reason is not None:
+            statement = statement.where(columns.reason == str(reason))
+        if error is not None:
+            statement = statement.where(columns.error.contains(error, autoescape=True))
+        rows = await self._store.look(lambda connection: connection.execute(statement).all())
+        return [as_dead_letter(row) for row in rows]
+
+    async def show(self, id: int) -> DeadLetter:
+        statement = select(self._table).where(self._table.c.id == id)
+        row = await self._store.look(lambda connection: connection.execute(statement).first())
+        if row is None:
+            raise NotFound(f"no dead letter has the id {id}")
+        return as_dead_letter(row)
+
+    async def replay(self, ids: Sequence[int]) -> int:
+        chosen = {"ids": self._store.listed(builtins.list(ids))}
+
+        def work(connection: Connection) -> set[str]:
+            # The locks of the SELECT hold off a second replay of the same letters until this one has committed.
+            found = connection.execute(self._chosen, chosen).all()
+            here = {"ids": self._store.listed([row.id for row in found])}
+            connection.execute(self._revive, here)
+            connection.execute(self._forget, here)
+            replayed.extend(row.id for row in found)
+            return {row.destination for row in found}
+
+        replayed: builtins.list[int] = []
+        self._store.announce(*await self._store.transact(work))
+        return len(replayed)
+
+    async def discard(self, ids: Sequence[int]) -> int:
+        chosen = {"ids": self._store.listed(builtins.list(ids))}
+        return await self._store.transact(lambda connection: connection.execute(self._forget, chosen).rowcount)
+
+    @cached_property
+    def _chosen(self) -> Any:
+        columns = self._table.c
+        return self._store.skipping_locked(
+            select(columns.id, columns.destination).where(self._store.among(columns.id, "ids"))
+        )
+
+    @cached_property
+    def _revive(self) -> Executable:
+        """Back where it died, as if it had just arrived. A timer that fired long ago is no timer any more."""
+        fresh: dict[str, ColumnElement[Any]] = {
+            "due_at": self._store.clock(),
+            "expires_at": null(),
+            "timer_id": null(),
+            "attempts": literal(0),
+            "starts": literal(0),
+        }
+        names = [column.name for column in message_columns()]
+        source = select(*(fresh.get(name, self._table.c[name]).label(name) for name in names))
+        return insert(self._store.messages).from_select(names, source.where(self._store.among(self._table.c.id, "ids")))
+
+    @cached_property
+    def _forget(self) -> Any:
+        return delete(self._table).where(self._store.among(self._table.c.id, "ids"))

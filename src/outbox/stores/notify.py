@@ -1,0 +1,136 @@
+"""Notifier: wakes sleepers in other processes through PostgreSQL.
+
+NOTIFY takes a lock that every committing transaction of the server waits for, so it never runs in the caller's
+transaction: it goes out after the commit, from a connection of ours, at most once in a moment, and only if somebody
+sleeps. Whoever sleeps says so in the state table. Losing a wake-up costs time, never a message: everybody polls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+from contextlib import suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import ARRAY, Connection, String, bindparam, column, func, literal, select, text, update
+from sqlalchemy.exc import SQLAlchemyError
+
+from outbox.stores.tables import NOT_ROUTED
+
+if TYPE_CHECKING:
+    from sqlalchemy.ext.asyncio import AsyncConnection
+
+    from outbox.stores.postgresql import PostgresqlStore
+
+logger = logging.getLogger("outbox")
+
+MOMENT = 0.01  # seconds between two notifications of one process
+NAP = 5.0  # seconds for which a sleeper says that it sleeps
+CHECK = 30.0  # seconds between two checks that the listening connection lives
+
+
+class Notifier:
+    """One listening connection for a process that waits, one task that notifies for a process that writes."""
+
+    def __init__(self, store: PostgresqlStore) -> None:
+        self._store = store
+        messages = store.messages
+        self._channel = f"outbox {(messages.schema or '')[:15]}.{messages.name}"
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._pending: set[str] = set()
+        self._notifying: asyncio.Task[None] | None = None
+        self._listening: asyncio.Task[None] | None = None
+        self._said_asleep_at = -NAP
+
+    def notify(self, destinations: Iterable[str | None]) -> None:
+        """Wake other processes soon. Where no event loop runs nobody is told, and the sleepers' polls find it."""
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            return
+        self._belong_to(loop)
+        self._pending.update(destination or NOT_ROUTED for destination in destinations)
+        if self._notifying is None or self._notifying.done():
+            self._notifying = loop.create_task(self._notify(), name="outbox notify")
+
+    async def listen(self) -> None:
+        """Be woken from now on, and tell others that it is worth their while."""
+        loop = asyncio.get_running_loop()
+        self._belong_to(loop)
+        if self._listening is None or self._listening.done():
+            self._listening = loop.create_task(self._listen(), name="outbox listen")
+        if loop.time() - self._said_asleep_at > NAP / 2:
+            self._said_asleep_at = loop.time()
+            with suppress(SQLAlchemyError, OSError):
+                await self._store.apply(self._say_asleep)
+
+    async def close(self) -> None:
+        """End both tasks; what is pending is told first."""
+        if self._loop is not asyncio.get_running_loop():
+            return
+        if self._notifying is not None and not self._notifying.done():
+            await asyncio.wait([self._notifying], timeout=1)
+        for task in (self._notifying, self._listening):
+            if task is not None:
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
+        self._notifying = self._listening = None
+
+    def _belong_to(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._loop is not loop:
+            self._loop, self._notifying, self._listening = loop, None, None
+            self._said_asleep_at = -NAP
+
+    async def _notify(self) -> None:
+        while self._pending:
+            destinations, self._pending = sorted(self._pending), set()
+            try:
+                await self._store.apply(lambda connection: self._send(connection, destinations))  # noqa: B023
+            except (SQLAlchemyError, OSError) as error:
+                logger.debug("nobody was woken: %s", type(error).__name__)
+            await asyncio.sleep(MOMENT)
+
+    def _send(self, connection: Connection, destinations: list[str]) -> None:
+        state = self._store.tables.state
+        names = func.unnest(bindparam("destinations", type_=ARRAY(String))).table_valued(column("name", String))
+        asleep = select(state.c.id).where(state.c.asleep_until > func.now()).exists()
+        statement = select(func.pg_notify(self._channel, names.c.name)).select_from(names).where(asleep)
+        connection.execute(statement, {"destinations": destinations}).all()
+
+    def _say_asleep(self, connection: Connection) -> None:
+        state = self._store.tables.state
+        until = func.now() + literal(timedelta(seconds=NAP))
+        connection.execute(update(state).values(asleep_until=until))
+
+    async def _listen(self) -> None:
+        pause = 1.0
+        while True:
+            try:
+                async with self._store.engine.connect() as connection:
+                    await connection.execution_options(isolation_level="AUTOCOMMIT")
+                    await self._hear(connection)
+            except (SQLAlchemyError, OSError, NotImplementedError) as error:
+                logger.debug("not listening for wake-ups, polling instead: %s", type(error).__name__)
+            await asyncio.sleep(pause)
+            pause = min(pause * 2, 60.0)
+
+    async def _hear(self, connection: AsyncConnection) -> None:
+        """Ring the store's bells until the connection ends. asyncpg calls back, psycopg is asked."""
+        raw: Any = (await connection.get_raw_connection()).driver_connection
+        try:
+            if hasattr(raw, "add_listener"):
+                await raw.add_listener(self._channel, lambda *heard: self._store.heard(heard[3]))
+                self._store.heard_everything()
+                while not raw.is_closed():
+                    await asyncio.sleep(CHECK)
+                    await connection.execute(text("SELECT 1"))
+            else:
+                await connection.execute(text(f'LISTEN "{self._channel}"'))
+                self._store.heard_everything()
+                async for notification in raw.notifies():
+                    self._store.heard(notification.payload)
+        finally:
+            await connection.invalidate()  # a connection that listens is of no use to anybody else

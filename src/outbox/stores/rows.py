@@ -1,0 +1,128 @@
+"""Rows: messages to rows and back."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from outbox.core.attempt import Attempt, Reason
+from outbox.core.dead_letter import DeadLetter
+from outbox.core.message import Message
+from outbox.core.store import StoredMessage
+from outbox.stores.tables import NOT_ROUTED
+
+LONGEST_HISTORY = 16 * 1024  # characters
+
+
+def message_row(message: Message) -> dict[str, Any]:
+    """The columns that a message fills by itself."""
+    return {
+        "message_id": message.id,
+        "routing_key": message.routing_key,
+        "key": message.key,
+        "content_type": message.content_type,
+        "tracking_ids": json.dumps(message.tracking_ids[:-1]) if len(message.tracking_ids) > 1 else None,
+        "headers": json.dumps(dict(message.headers)) if message.headers else None,
+        "body": message.body,
+        "created_at": message.created_at,
+    }
+
+
+def as_message(row: Any) -> Message:
+    """The message that a row keeps."""
+    earlier = row.tracking_ids
+    return Message(
+        routing_key=row.routing_key,
+        body=row.body,
+        content_type=row.content_type,
+        headers=json.loads(row.headers) if row.headers else {},
+        key=row.key,
+        tracking_ids=(*json.loads(earlier), row.message_id) if earlier else (row.message_id,),
+        created_at=as_utc(row.created_at),
+        expires_at=as_utc(row.expires_at) if row.expires_at else None,
+    )
+
+
+def as_attempt(row: Any) -> Attempt:
+    """The attempt that a freshly claimed row stands for: its start is already counted."""
+    return Attempt(as_message(row), row.attempts + 1, row.id, row.starts - row.attempts - 1)
+
+
+def as_dead_letter(row: Any) -> DeadLetter:
+    """The dead letter that a row keeps."""
+    return DeadLetter(
+        id=row.id,
+        message=as_message(row),
+        queue=row.destination or None,
+        reason=Reason(row.reason),
+        error=row.error,
+        attempt_count=row.attempts,
+        crash_count=max(0, row.starts - row.attempts),
+        history=row.history or "",
+        died_at=as_utc(row.died_at),
+    )
+
+
+def as_stored(row: Any, now: datetime) -> StoredMessage:
+    """A message where it is now."""
+    leased_until = as_utc(row.lease_until) if row.lease_until else None
+    leased = leased_until is not None and leased_until > now
+    return StoredMessage(
+        row_id=row.id,
+        message=as_message(row),
+        state=_state(row),
+        queue=row.destination or None,
+        due_at=as_utc(row.due_at),
+        routed_at=as_utc(row.routed_at) if row.routed_at else None,
+        leased_until=leased_until if leased else None,
+        done_at=as_utc(row.done_at) if row.done_at else None,
+        attempt_count=row.attempts,
+        crash_count=max(0, row.starts - row.attempts - leased),
+        history=row.history or "",
+        timer_id=row.timer_id,
+    )
+
+
+def as_stored_dead_letter(row: Any) -> StoredMessage:
+    """A dead letter, told as the end of its message's walk."""
+    return StoredMessage(
+        row_id=row.id,
+        message=as_message(row),
+        state="dead",
+        queue=row.destination or None,
+        due_at=as_utc(row.due_at),
+        routed_at=as_utc(row.routed_at) if row.routed_at else None,
+        leased_until=None,
+        done_at=as_utc(row.died_at),
+        attempt_count=row.attempts,
+        crash_count=max(0, row.starts - row.attempts),
+        history=row.history or "",
+        timer_id=row.timer_id,
+        reason=row.reason,
+        error=row.error,
+    )
+
+
+def history_line(what: str, error: str) -> str:
+    """One line of a message's history: when, what, why. The clock is this process's, for people only."""
+    first_line = next(iter(error.splitlines()), "")
+    return f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S}Z {what}: {first_line[:1000]}\n"
+
+
+def as_utc(value: datetime) -> datetime:
+    """Databases without time zones keep UTC; drivers with them answer in the session's."""
+    return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
+
+
+def as_seconds(delay: timedelta) -> float:
+    """Durations go to the database as seconds, and it adds them to its own clock."""
+    return delay.total_seconds()
+
+
+def _state(row: Any) -> str:
+    if row.done_at:
+        return "sent"
+    if row.destination == NOT_ROUTED:
+        return "unroutable" if row.unroutable else "waiting"
+    return "retrying" if row.attempts else "delivered"

@@ -1,0 +1,310 @@
+"""SQLite: one writer at a time, everything in one hop to a thread, wake-ups by looking at the file's version."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sqlite3
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager
+from typing import Any, TypeVar
+
+from sqlalchemy import (
+    URL,
+    ColumnElement,
+    Connection,
+    Engine,
+    Executable,
+    Float,
+    FromClause,
+    Insert,
+    Select,
+    StaticPool,
+    Table,
+    bindparam,
+    case,
+    cast,
+    create_engine,
+    event,
+    func,
+    null,
+    select,
+)
+from sqlalchemy.dialects.sqlite import insert as sqlite_insert
+from sqlalchemy.exc import OperationalError
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+from sqlalchemy.types import TypeEngine
+
+from outbox.core.durations import Retention
+from outbox.core.errors import ConfigurationError, SnapshotConflict
+from outbox.core.store import Rows
+from outbox.stores.finish import finish
+from outbox.stores.sql import SqlStore
+from outbox.stores.tables import Tables
+
+Result = TypeVar("Result")
+
+BUSY_TIMEOUT = 30.0  # seconds that a connection of ours waits for its turn to write
+QUICK_LOOK, SLOW_LOOK = 0.005, 0.05  # seconds between two looks at the file's version, after activity and when idle
+
+_FORMAT = "%Y-%m-%d %H:%M:%f000"  # as SQLAlchemy writes datetimes: fixed width, so that text order is time order
+_READING = "outbox_reading"
+
+
+class SqliteStore(SqlStore):
+    """Messages in a SQLite file, or in memory for tests."""
+
+    async_drivers = ("aiosqlite",)
+    sync_drivers = ("pysqlite",)
+
+    @classmethod
+    def make_engine(cls, url: URL) -> AsyncEngine:
+        engine = super().make_engine(url)
+        if not in_memory(url):
+            prepare(engine)
+        return engine
+
+    @classmethod
+    def make_sync_engine(cls, url: URL) -> Engine:
+        if in_memory(url):
+            raise ConfigurationError("a database in memory has one connection, which threads cannot share: use a file")
+        engine = super().make_sync_engine(url)
+        prepare(engine)
+        return engine
+
+    @classmethod
+    def safe_engine(cls, given: AsyncEngine) -> AsyncEngine:
+        return given if in_memory(given.url) else cls.make_engine(given.url)
+
+    def __init__(self, tables: Tables, engine: AsyncEngine | None, clean_up_after: Retention) -> None:
+        super().__init__(tables, clean_up_after)
+        self._given = engine
+        self._thread: _Thread | _MemoryThread | None = None
+        self._turn: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
+        self._pulse: asyncio.Task[None] | None = None
+
+    async def transact(self, work: Callable[[Connection], Result]) -> Result:
+        return await finish(self._own().run(work, reading=False))
+
+    apply = transact
+
+    async def look(self, work: Callable[[Connection], Result]) -> Result:
+        return await finish(self._own().run(work, reading=True))
+
+    async def close(self) -> None:
+        if self._pulse is not None:
+            self._pulse.cancel()
+            self._pulse = None
+        if self._thread is not None:
+            await self._thread.close()
+            self._thread = None
+
+    def turn(self) -> AbstractAsyncContextManager[None]:
+        loop = asyncio.get_running_loop()
+        if self._turn is None or self._turn[0] is not loop:
+            self._turn = (loop, asyncio.Lock())
+        return self._turn[1]
+
+    async def anything_due(self, destination: str) -> bool:
+        # A claim takes the one lock that every writer of the file waits for.
+        parameters = {"wanted": destination, "limit": 1}
+        return await self.look(lambda connection: connection.execute(self._due, parameters).first()) is not None
+
+    async def wait(self, longest: float, *, destination: str | None = None) -> None:
+        if self._pulse is None or self._pulse.done():
+            self._pulse = asyncio.create_task(self._watch(), name="outbox watch")
+        await super().wait(longest, destination=destination)
+
+    # The caller's connection.
+
+    def write(self, connection: Connection, statement: Executable, rows: Rows | None = None) -> int:
+        try:
+            return self.execute(connection, statement, rows)
+        except OperationalError as error:
+            if "no such table" in str(error.orig):
+                # In the caller's transaction: it holds the only lock there is, and DDL rolls back with it.
+                self.create(connection)
+                return self.execute(connection, statement, rows)
+            if getattr(error.orig, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY_SNAPSHOT:
+                raise SnapshotConflict(
+                    "this transaction read before it wrote, and somebody else wrote meanwhile: SQLite cannot let it "
+                    "write any more. Roll it back and try again; to avoid it, begin with `async with transaction() as "
+                    "session`, or call outbox.sqlite.prepare(engine) once for your own engine"
+                ) from error
+            raise
+
+    def create(self, connection: Connection) -> None:
+        self.tables.metadata.create_all(connection)
+
+    # How SQLite spells it.
+
+    def now(self) -> ColumnElement[Any]:
+        return func.strftime(_FORMAT, "now")
+
+    def clock(self) -> ColumnElement[Any]:
+        return func.strftime(_FORMAT, "now")
+
+    def later(self, moment: ColumnElement[Any], seconds: ColumnElement[Any]) -> ColumnElement[Any]:
+        moved = func.strftime(_FORMAT, moment, func.printf("%+.6f seconds", seconds))
+        return case((seconds.is_(None), null()), else_=moved)
+
+    def seconds_until(self, moment: ColumnElement[Any]) -> ColumnElement[float]:
+        return cast((func.julianday(moment) - func.julianday("now")) * 86_400, Float)
+
+    def among(self, column: ColumnElement[Any], name: str) -> ColumnElement[bool]:
+        return column.in_(select(func.json_each(bindparam(name)).table_valued("value").c.value))
+
+    def listed(self, values: Sequence[Any]) -> Any:
+        return json.dumps(list(values))
+
+    def records(self, name: str, columns: Mapping[str, type[TypeEngine[Any]]]) -> FromClause:
+        rows = func.json_each(bindparam(name)).table_valued("value")
+        fields = [
+            func.json_extract(rows.c.value, f"$.{column}", type_=column_type).label(column)
+            for column, column_type in columns.items()
+        ]
+        return select(*fields).subquery()
+
+    def ignoring(self, table: Table) -> Insert:
+        return sqlite_insert(table).on_conflict_do_nothing()
+
+    def ending(self, text: ColumnElement[str], length: int) -> ColumnElement[str]:
+        return func.substr(text, -length)
+
+    def skipping_locked(self, statement: Select[Any]) -> Select[Any]:
+        return statement  # whoever is in a transaction that writes is alone
+
+    def rows_written(self, connection: Connection) -> int:
+        found = connection.exec_driver_sql("SELECT seq FROM sqlite_sequence WHERE name = ?", (self.messages.name,))
+        return int(found.scalar() or 0)
+
+    # Waking up.
+
+    async def _watch(self) -> None:
+        """Ring every bell when the file changes, as every commit of anybody changes its version."""
+        thread, pause = self._own(), QUICK_LOOK
+        seen = thread.version()
+        while True:
+            await asyncio.sleep(pause)
+            version = thread.version()
+            pause = QUICK_LOOK if version != seen else min(pause * 1.2, SLOW_LOOK)
+            if version != seen:
+                self._wakeup.ring_all()
+            seen = version
+
+    def _own(self) -> _Thread | _MemoryThread:
+        if self._thread is None:
+            if self._given is None:
+                raise ConfigurationError(
+                    "this needs an async database: call setup(db_engine_url=…) with an async driver"
+                )
+            self._thread = _MemoryThread(self._given) if in_memory(self._given.url) else _Thread(self._given.url)
+        return self._thread
+
+
+class _Thread:
+    """A thread with a connection of its own: a whole transaction costs one hop to it."""
+
+    def __init__(self, url: URL) -> None:
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="outbox-sqlite")
+        self._engine = create_engine(url.set(drivername="sqlite"), connect_args={"timeout": BUSY_TIMEOUT})
+        prepare(self._engine)
+        self._watcher: sqlite3.Connection | None = None
+
+    async def run(self, work: Callable[[Connection], Result], *, reading: bool) -> Result:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._executor, _in_transaction, self._engine, work, reading)
+
+    def version(self) -> object:
+        """A number that changes with every commit by another connection. It costs a few microseconds: no thread."""
+        if self._watcher is None:
+            self._watcher = sqlite3.connect(**self._connect_arguments())
+        return self._watcher.execute("PRAGMA data_version").fetchone()
+
+    async def close(self) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._executor, self._engine.dispose)
+        self._executor.shutdown(wait=False)
+        if self._watcher is not None:
+            self._watcher.close()
+
+    def _connect_arguments(self) -> dict[str, Any]:
+        arguments, options = self._engine.dialect.create_connect_args(self._engine.url)
+        return {"database": arguments[0], **options, "check_same_thread": False}
+
+
+class _MemoryThread:
+    """A database in memory has one connection, which the caller's sessions use too.
+
+    Work runs as a whole in that connection's own thread, and only while no caller's transaction is open in it.
+    """
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._given = engine
+        self._connection: AsyncConnection | None = None
+        self._engine: Engine | None = None
+
+    async def run(self, work: Callable[[Connection], Result], *, reading: bool) -> Result:
+        driver = await self._driver()
+
+        def when_free() -> tuple[Result] | None:
+            if driver._conn.in_transaction:
+                return None
+            if self._engine is None:
+                self._engine = create_engine("sqlite://", creator=lambda: driver._conn, poolclass=StaticPool)
+                event.listen(self._engine, "begin", _begin)
+            return (_in_transaction(self._engine, work, reading),)
+
+        while True:
+            # aiosqlite runs what it is given in the connection's thread; only its own methods go that way publicly.
+            result: tuple[Result] | None = await driver._execute(when_free)
+            if result is not None:
+                return result[0]
+            await asyncio.sleep(0.002)
+
+    def version(self) -> object:
+        return 0  # nobody outside of this process can write here
+
+    async def close(self) -> None:
+        self._connection = self._engine = None
+
+    async def _driver(self) -> Any:
+        if self._connection is None:
+            # Kept open: giving it back would roll back whatever a caller's session has open on the same connection.
+            self._connection = await self._given.connect()
+        return (await self._connection.get_raw_connection()).driver_connection
+
+
+def prepare(engine: Engine | AsyncEngine) -> None:
+    """Make an engine's transactions safe: they take the write lock when they begin, and wait for their turn.
+
+    Without it SQLite refuses a transaction that read first as soon as somebody else wrote, and SQLAlchemy's default
+    opens none at all before a SELECT.
+    """
+    target = engine.sync_engine if isinstance(engine, AsyncEngine) else engine
+    event.listen(target, "connect", _connect)
+    event.listen(target, "begin", _begin)
+
+
+def in_memory(url: URL) -> bool:
+    """Whether a URL means a database that lives in one connection."""
+    return url.database in (None, "", ":memory:") or "mode=memory" in (url.database or "")
+
+
+def _connect(connection: Any, record: object) -> None:
+    connection.isolation_level = None  # SQLAlchemy's `begin` event says BEGIN, not the driver
+    cursor = connection.cursor()
+    cursor.execute(f"PRAGMA busy_timeout = {int(BUSY_TIMEOUT * 1000)}")
+    cursor.execute("PRAGMA journal_mode = WAL")
+    cursor.execute("PRAGMA synchronous = FULL")
+    cursor.close()
+
+
+def _begin(connection: Connection) -> None:
+    reading = connection.get_execution_options().get(_READING, False)
+    connection.exec_driver_sql("BEGIN" if reading else "BEGIN IMMEDIATE")
+
+
+def _in_transaction(engine: Engine, work: Callable[[Connection], Result], reading: bool) -> Result:
+    with engine.connect().execution_options(**{_READING: reading}) as connection, connection.begin():
+        return work(connection)

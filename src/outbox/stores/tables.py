@@ -1,0 +1,184 @@
+"""Tables: what the library keeps in a database, and every name in it, derived from one table name."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from sqlalchemy import (
+    DDL,
+    BigInteger,
+    Boolean,
+    Column,
+    ColumnElement,
+    DateTime,
+    Identity,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    String,
+    Table,
+    Text,
+    Uuid,
+    event,
+    false,
+)
+
+from outbox.core.errors import ConfigurationError
+
+NOT_ROUTED = ""  # a destination that equals something can be searched in index order; IS NULL could not
+
+# The rows of a queue live for milliseconds. Space on each page lets a lease be written without touching an index, and
+# vacuum must come by the thousand rows, not by the fifth of a table.
+_PAGES = {
+    "fillfactor": "70",
+    "autovacuum_vacuum_scale_factor": "0.02",
+    "autovacuum_vacuum_threshold": "1000",
+    "autovacuum_vacuum_insert_scale_factor": "0.2",
+    "autovacuum_analyze_scale_factor": "0.1",
+    "autovacuum_analyze_threshold": "1000",
+    "autovacuum_vacuum_cost_delay": "0",
+}
+
+_IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_LONGEST_TABLE = 40  # bytes; PostgreSQL cuts names at 63, and the longest derived one adds 20
+_LONGEST_SCHEMA = 63
+
+_id = BigInteger().with_variant(Integer, "sqlite")
+
+
+@dataclass(frozen=True)
+class Tables:
+    """The five tables of one outbox."""
+
+    metadata: MetaData
+    messages: Table
+    dead_letters: Table
+    bindings: Table
+    inbox: Table
+    state: Table
+
+    @classmethod
+    def named(cls, table_name: str, schema: str | None = None) -> Tables:
+        """The tables of the outbox called `table_name`."""
+        _check_identifier(table_name, "table_name", _LONGEST_TABLE)
+        if schema is not None:
+            _check_identifier(schema, "schema", _LONGEST_SCHEMA)
+        metadata = MetaData(schema=schema)
+        tables = cls(
+            metadata=metadata,
+            messages=_messages(metadata, table_name),
+            dead_letters=_dead_letters(metadata, table_name),
+            bindings=Table(
+                f"{table_name}_bindings",
+                metadata,
+                Column("queue", String(255), primary_key=True),
+                Column("binding_key", String(255), primary_key=True),
+            ),
+            inbox=_inbox(metadata, table_name),
+            state=Table(
+                f"{table_name}_state",
+                metadata,
+                Column("id", Integer, primary_key=True, autoincrement=False),  # there is one row, with id 1
+                Column("transport", String(64)),
+                Column("bindings_version", BigInteger, nullable=False),
+                Column("asleep_until", DateTime(timezone=True)),  # somebody waits for a wake-up until then
+            ),
+        )
+        for table in (tables.messages, tables.dead_letters, tables.inbox):
+            _tune(table)
+        return tables
+
+
+def message_columns() -> list[Column[object]]:
+    """What a message and a dead letter both keep."""
+    return [
+        Column("created_at", DateTime(timezone=True), nullable=False),
+        Column("expires_at", DateTime(timezone=True)),
+        Column("due_at", DateTime(timezone=True), nullable=False),
+        Column("routed_at", DateTime(timezone=True)),
+        Column("attempts", Integer, nullable=False, server_default="0"),  # tries that ended
+        Column("starts", Integer, nullable=False, server_default="0"),  # tries that began
+        Column("destination", String(255), nullable=False, server_default=NOT_ROUTED),
+        Column("routing_key", String(255), nullable=False),
+        Column("key", String(255)),
+        Column("message_id", String(255), nullable=False),
+        Column("timer_id", String(255)),
+        Column("content_type", String(255), nullable=False),
+        Column("tracking_ids", Text),  # JSON, without the message's own id
+        Column("headers", Text),  # JSON
+        Column("history", Text),  # a line for each failed attempt
+        Column("body", LargeBinary, nullable=False),
+    ]
+
+
+def _messages(metadata: MetaData, name: str) -> Table:
+    table = Table(
+        name,
+        metadata,
+        Column("id", _id, Identity(), primary_key=True),
+        Column("done_at", DateTime(timezone=True)),  # sent by a relay or handled by a worker, and kept
+        Column("lease_until", DateTime(timezone=True)),
+        Column("lease_token", Uuid),
+        Column("unroutable", Boolean, nullable=False, server_default=false()),
+        *message_columns(),
+        sqlite_autoincrement=True,
+    )
+    columns = table.c
+    # No index holds what a lease changes, so that PostgreSQL writes leases in place (HOT).
+    _index("claim", table, columns.done_at.is_(None), columns.destination, columns.due_at, columns.id)
+    _index("done", table, columns.done_at.is_not(None), columns.done_at)
+    _index("expiry", table, columns.expires_at.is_not(None), columns.expires_at)
+    _index("unroutable", table, columns.unroutable, columns.id)
+    waits = (columns.destination == NOT_ROUTED) & columns.done_at.is_(None)
+    _index("timer", table, columns.timer_id.is_not(None) & waits, columns.timer_id, unique=True)
+    return table
+
+
+def _dead_letters(metadata: MetaData, name: str) -> Table:
+    table = Table(
+        f"{name}_dead_letters",
+        metadata,
+        Column("id", _id, Identity(), primary_key=True),
+        Column("died_at", DateTime(timezone=True), nullable=False),
+        Column("reason", String(32), nullable=False),
+        Column("error", Text, nullable=False),
+        *message_columns(),
+        sqlite_autoincrement=True,
+    )
+    Index(f"{table.name}_queue", table.c.destination, table.c.id)
+    return table
+
+
+def _inbox(metadata: MetaData, name: str) -> Table:
+    table = Table(
+        f"{name}_inbox",
+        metadata,
+        Column("queue", String(255), primary_key=True),
+        Column("message_id", String(255), primary_key=True),
+        Column("entered_at", DateTime(timezone=True), nullable=False),
+    )
+    Index(f"{table.name}_entered", table.c.entered_at)
+    return table
+
+
+def _index(
+    name: str, table: Table, where: ColumnElement[bool], *columns: ColumnElement[object], unique: bool = False
+) -> None:
+    Index(f"{table.name}_{name}", *columns, unique=unique, postgresql_where=where, sqlite_where=where)
+
+
+def _tune(table: Table) -> None:
+    settings = ", ".join(f"{name} = {value}" for name, value in _PAGES.items())
+    statement = DDL(  # type: ignore[no-untyped-call]
+        f"ALTER TABLE %(fullname)s SET ({settings})"
+    )
+    event.listen(table, "after_create", statement.execute_if(dialect="postgresql"))
+
+
+def _check_identifier(name: str, what: str, longest: int) -> None:
+    if not isinstance(name, str) or not _IDENTIFIER.fullmatch(name):
+        raise ConfigurationError(f"{what}={name!r}: letters, digits and underscores, not starting with a digit")
+    if len(name) > longest:
+        raise ConfigurationError(f"{what}={name!r}: at most {longest} characters, because other names derive from it")

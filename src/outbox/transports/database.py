@@ -1,0 +1,310 @@
+"""DatabaseTransport: the store's claims as deliveries. There is no SQL here and no broker anywhere."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+from sqlalchemy import Executable
+
+from outbox.core.attempt import Attempt, Outcome, Released
+from outbox.core.binding import Bindings
+from outbox.core.dead_letter import DeadLetters
+from outbox.core.listener import Listener
+from outbox.core.message import Message
+from outbox.core.pace import Pace
+from outbox.core.store import Claim, Store
+from outbox.core.transport import Features, Published, Refusal
+
+SETTLE_WITHIN = 0.005  # seconds that an outcome waits for others to be written with it
+SETTLE_AGAIN = 0.1, 5.0  # seconds between two tries to write outcomes, doubling: the lease decides how long it matters
+CLOSE_WITHIN = 10.0  # seconds that closing waits for outcomes to be written
+SHORT_WORK, LONG_WORK = 0.1, 1.0  # seconds that a claim lasts before the next one is larger, or smaller
+
+
+class DatabaseTransport:
+    """Queues in the database that the messages are already in."""
+
+    name = "database"
+    features = Features(completes_in_transaction=True, routes_in_store=True)
+
+    def __init__(self, store: Store, *, lease: timedelta, poll_interval: float) -> None:
+        self._store = store
+        self._lease = lease
+        self._poll_interval = poll_interval
+        self._held = _Held()
+
+    @property
+    def dead_letters(self) -> DeadLetters:
+        return self._store.dead_letters
+
+    async def open(self) -> None:
+        """Nothing to connect to: the store is."""
+
+    async def close(self) -> None:
+        """Write the outcomes that are known and give back the rest."""
+        await self._held.close()
+
+    async def publish(self, messages: Sequence[Message]) -> Published:
+        """Store messages straight in the queues that are bound to them."""
+        bindings = Bindings(await self._store.bindings())
+        destinations = {message.id: bindings.queues(message.routing_key) for message in messages}
+        refused = {
+            message.id: Refusal(f"no queue is bound to {message.routing_key!r}")
+            for message in messages
+            if not destinations[message.id]
+        }
+        await self._store.deliver(messages, destinations)
+        return Published(frozenset(destinations) - frozenset(refused), refused)
+
+    async def declare(self, listeners: Sequence[Listener]) -> None:
+        await self._store.bind([listener.binding for listener in listeners])
+
+    def consume(self, listener: Listener, prefetch: int) -> DatabaseDeliveries:
+        lease = listener.lease_time or self._lease
+        return DatabaseDeliveries(self._store, listener, prefetch, lease, Pace(self._poll_interval), self._held)
+
+
+class DatabaseDelivery:
+    """An attempt under a lease."""
+
+    __slots__ = ("_batch", "attempt")
+
+    def __init__(self, attempt: Attempt, batch: _Batch) -> None:
+        self.attempt = attempt
+        self._batch = batch
+
+    @property
+    def raw(self) -> Message:
+        return self.attempt.message
+
+    def completion(self) -> Executable:
+        return self._batch.claim.completion(self.attempt)
+
+    def settle(self, outcome: Outcome) -> asyncio.Future[bool]:
+        return self._batch.settle(self.attempt.id, outcome)
+
+
+class DatabaseDeliveries:
+    """The deliveries of one queue: claimed in batches ahead of the listener, given back if it does not take them."""
+
+    def __init__(
+        self, store: Store, listener: Listener, prefetch: int, lease: timedelta, pace: Pace, held: _Held
+    ) -> None:
+        self._store = store
+        self._queue = listener.queue
+        self._prefetch = prefetch
+        self._appetite = _Appetite(listener.concurrency, max(1, prefetch // 2))
+        self._lease = lease
+        self._pace = pace
+        self._held = held
+        self._ready: deque[DatabaseDelivery] = deque()
+        self._unsettled = 0
+        self._arrived = asyncio.Event()
+        self._room = asyncio.Event()
+        self._filling: asyncio.Task[None] | None = None
+        self._closed = False
+
+    def __aiter__(self) -> DatabaseDeliveries:
+        return self
+
+    async def __anext__(self) -> DatabaseDelivery:
+        if self._filling is None and not self._closed:
+            self._filling = asyncio.create_task(self._fill(), name=f"outbox claims for {self._queue}")
+        while not self._ready:
+            if self._filling is None or self._closed:
+                raise StopAsyncIteration
+            if self._filling.done():
+                self._filling.result()  # raises what ended it
+            self._arrived.clear()
+            await self._arrived.wait()
+        self._room.set()
+        return self._ready.popleft()
+
+    async def aclose(self) -> None:
+        """Claim no more and give back what nobody took. Deliveries that were taken stay under their lease."""
+        self._closed = True
+        self._arrived.set()
+        if self._filling is not None:
+            self._filling.cancel()
+            await asyncio.gather(self._filling, return_exceptions=True)
+        while self._ready:
+            self._ready.popleft().settle(Released())
+
+    async def _fill(self) -> None:
+        """Claim whenever less than half a claim is ready and there is room for another half."""
+        try:
+            while True:
+                size = self._appetite.size
+                room = min(size, self._prefetch - self._unsettled)
+                if len(self._ready) > size // 2 or room < max(1, size // 2):
+                    self._room.clear()
+                    await self._room.wait()
+                elif await self._claim(room):
+                    self._pace.reset()
+                else:
+                    await self._store.wait(self._pace.pause(), destination=self._queue)
+        finally:
+            self._arrived.set()
+
+    async def _claim(self, room: int) -> bool:
+        """Take a claim, held by a task of its own until all of it is settled; says whether there was anything."""
+        taken: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._held.start(self._hold(room, taken), name=f"outbox lease on {self._queue}")
+        count = await asyncio.shield(taken)
+        self._appetite.had(count, room)
+        return count > 0
+
+    async def _hold(self, room: int, taken: asyncio.Future[int]) -> None:
+        try:
+            async with self._store.claim(room, lease=self._lease, destination=self._queue) as claim:
+                if self._closed:
+                    return  # leaving gives everything back
+                with self._held.batch(_Batch(claim, self._settled)) as batch:
+                    self._unsettled += len(claim.attempts)
+                    self._ready.extend(DatabaseDelivery(attempt, batch) for attempt in claim.attempts)
+                    self._arrived.set()
+                    taken.set_result(len(claim.attempts))
+                    await batch.write()
+        except Exception as error:
+            if taken.done():
+                raise
+            taken.set_exception(error)
+        finally:
+            if not taken.done():
+                taken.set_result(0)
+
+    def _settled(self, count: int) -> None:
+        self._unsettled -= count
+        self._room.set()
+
+
+class _Batch:
+    """A claim whose outcomes are written together."""
+
+    def __init__(self, claim: Claim, settled: Callable[[int], None]) -> None:
+        self.claim = claim
+        self._settled = settled
+        self._open = {attempt.id for attempt in claim.attempts}
+        self._outcomes: dict[int, Outcome] = {}
+        self._futures: dict[int, asyncio.Future[bool]] = {}
+        self._some = asyncio.Event()
+        self._all = asyncio.Event()
+        self._closing = False
+
+    def settle(self, id: int, outcome: Outcome) -> asyncio.Future[bool]:
+        """Note an outcome; the future tells whether it was written."""
+        future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        if id not in self._open or id in self._futures:
+            future.cancel()  # it was settled before, or the transport closed and gave it back
+            return future
+        self._outcomes[id] = outcome
+        self._futures[id] = future
+        self._some.set()
+        if len(self._outcomes) == len(self._open):
+            self._all.set()
+        return future
+
+    async def write(self) -> None:
+        """Write outcomes as they come, until there are none to come."""
+        while self._open and not (self._closing and not self._outcomes):
+            await self._some.wait()
+            if not self._closing:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(SETTLE_WITHIN):
+                        await self._all.wait()
+            self._some.clear()
+            outcomes, self._outcomes = self._outcomes, {}
+            if outcomes:
+                self._written(outcomes, await self._try(outcomes))
+
+    def close(self) -> None:
+        """Expect no more outcomes."""
+        self._closing = True
+        self._some.set()
+        self._all.set()
+
+    def end(self) -> None:
+        """Nobody writes any more: whoever waits for an outcome to land is let go."""
+        self._open.clear()
+        for future in self._futures.values():
+            future.cancel()
+
+    async def _try(self, outcomes: Mapping[int, Outcome]) -> frozenset[int]:
+        again = Pace(SETTLE_AGAIN[1], SETTLE_AGAIN[0])
+        while True:
+            try:
+                return await self.claim.settle(outcomes)
+            except Exception:
+                if self._closing:
+                    raise
+                # The database is away. Every write is fenced, so trying again can do no harm.
+                await asyncio.sleep(again.pause())
+
+    def _written(self, outcomes: Mapping[int, Outcome], lost: frozenset[int]) -> None:
+        self._open -= outcomes.keys()
+        self._settled(len(outcomes))
+        for id in outcomes:
+            future = self._futures.pop(id)
+            if not future.done():
+                future.set_result(id not in lost)
+
+
+class _Held:
+    """The claims that are open, each in a task of its own."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._batches: set[_Batch] = set()
+
+    def start(self, holding: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(holding, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    @contextmanager
+    def batch(self, batch: _Batch) -> Iterator[_Batch]:
+        self._batches.add(batch)
+        try:
+            yield batch
+        finally:
+            self._batches.discard(batch)
+            batch.end()
+
+    async def close(self) -> None:
+        for batch in self._batches:
+            batch.close()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=CLOSE_WITHIN)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # a claim that could not be written runs out: later, not lost
+
+
+class _Appetite:
+    """How much to claim at once: more while claims are used up at once, less while they last."""
+
+    def __init__(self, least: int, most: int) -> None:
+        self._least = min(least, most)
+        self._most = most
+        self.size = self._least
+        self._had_at = time.monotonic()
+
+    def had(self, count: int, wanted: int) -> None:
+        """A claim wanted this many and got that many."""
+        lasted = time.monotonic() - self._had_at
+        self._had_at = time.monotonic()
+        if count >= wanted and lasted < SHORT_WORK:
+            self.size = min(self._most, self.size * 2)
+        elif lasted > LONG_WORK:
+            self.size = max(self._least, self.size // 2)

@@ -1,0 +1,67 @@
+"""Fixtures that every tier of tests shares: real databases, each test with tables of its own."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outbox import Outbox
+from outbox.testing.servers import postgresql
+
+DATABASES = ("sqlite", "postgresql+asyncpg", "postgresql+psycopg")
+
+_numbers = itertools.count(1)
+
+
+@pytest.fixture(scope="session")
+def postgresql_url() -> Iterator[str]:
+    """A real PostgreSQL for the whole run, as `postgresql://…`."""
+    with postgresql() as server:
+        yield server.url
+
+
+@pytest.fixture(params=DATABASES)
+def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Every database and driver in turn."""
+    if request.param == "sqlite":
+        return f"sqlite+aiosqlite:///{tmp_path / 'outbox.db'}"
+    url: str = request.getfixturevalue("postgresql_url")
+    return url.replace("postgresql://", f"{request.param}://", 1)
+
+
+@pytest.fixture
+def table_name() -> str:
+    """Tests share a server, never a table."""
+    return f"t{os.getpid()}_{next(_numbers)}"
+
+
+MakeOutbox = Callable[..., Outbox]
+
+
+@pytest.fixture
+async def make_outbox(database_url: str, table_name: str) -> AsyncIterator[MakeOutbox]:
+    """Outboxes on the database at hand; more than one share the table, as processes would."""
+    made: list[Outbox] = []
+
+    def make(**options: Any) -> Outbox:
+        defaults = {"db_engine_url": database_url, "table_name": table_name, "poll_interval": 0.2, "grace": 5}
+        if "db_engine" in options:
+            del defaults["db_engine_url"]
+        outbox = Outbox(**{**defaults, **options})
+        made.append(outbox)
+        return outbox
+
+    yield make
+    for outbox in made:
+        await outbox.close()
+
+
+@pytest.fixture
+async def outbox(make_outbox: MakeOutbox) -> Outbox:
+    """One outbox on the database at hand."""
+    return make_outbox()
