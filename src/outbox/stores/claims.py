@@ -35,7 +35,6 @@ from outbox.core.attempt import Attempt, Dead, Done, Outcome, Reason, Released, 
 from outbox.core.dead_letter import clean
 from outbox.core.durations import IMMEDIATELY
 from outbox.core.store import Rows
-from outbox.stores.finish import finish
 from outbox.stores.rows import as_seconds, history_line
 
 if TYPE_CHECKING:
@@ -155,7 +154,7 @@ class SqlClaim:
         if not await self._store.anything_due(self._destination):
             return self
         try:
-            await finish(self._store.apply(self._take))
+            await self._store.apply(self._take)
         except asyncio.CancelledError:
             await self._give_back()
             raise
@@ -177,7 +176,7 @@ class SqlClaim:
             written = {id for id, outcome in outcomes.items() if outcome == Done(in_transaction=True)}
             to_write = {id: outcome for id, outcome in outcomes.items() if id not in written}
             if to_write:
-                written |= await finish(self._store.apply(lambda connection: self._settle(connection, to_write)))
+                written |= await self._store.apply(lambda connection: self._settle(connection, to_write))
             self._held -= outcomes.keys()
         return frozenset(outcomes.keys() - written)
 
@@ -243,9 +242,7 @@ class SqlClaim:
     async def _renew_once(self, ids: Iterable[int]) -> None:
         parameters = {"ids": self._store.listed(sorted(ids)), "token": self._token, "lease": as_seconds(self._lease)}
         if ids:
-            await finish(
-                self._store.apply(lambda connection: connection.execute(self._statements.renew, parameters).all())
-            )
+            await self._store.apply(lambda connection: connection.execute(self._statements.renew, parameters).all())
 
     async def _give_back(self) -> None:
         if self._held:

@@ -103,6 +103,7 @@ class Notifier:
     def _say_asleep(self, connection: Connection) -> None:
         state = self._store.tables.state
         until = func.now() + literal(timedelta(seconds=NAP))
+        self._store.make_state(connection)
         connection.execute(update(state).values(asleep_until=until))
 
     async def _listen(self) -> None:

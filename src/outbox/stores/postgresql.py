@@ -46,7 +46,6 @@ from outbox.core.durations import Retention
 from outbox.core.errors import ConfigurationError
 from outbox.core.store import Rows
 from outbox.stores.claims import BURIAL
-from outbox.stores.finish import finish
 from outbox.stores.notify import Notifier
 from outbox.stores.rows import as_seconds
 from outbox.stores.sql import SqlStore
@@ -83,22 +82,16 @@ class PostgresqlStore(SqlStore):
             self._own, self._loop = AsyncEngine(spare(self._given.sync_engine)), loop
         return self._own
 
-    async def transact(self, work: Callable[[Connection], Result]) -> Result:
-        async def transaction() -> Result:
-            async with self.engine.begin() as connection:
-                return await connection.run_sync(work)
+    async def _transact(self, work: Callable[[Connection], Result]) -> Result:
+        async with self.engine.begin() as connection:
+            return await connection.run_sync(work)
 
-        return await finish(transaction())
+    async def _apply(self, work: Callable[[Connection], Result]) -> Result:
+        async with self.engine.connect() as connection:
+            await connection.execution_options(isolation_level="AUTOCOMMIT")
+            return await connection.run_sync(work)
 
-    async def apply(self, work: Callable[[Connection], Result]) -> Result:
-        async def statements() -> Result:
-            async with self.engine.connect() as connection:
-                await connection.execution_options(isolation_level="AUTOCOMMIT")
-                return await connection.run_sync(work)
-
-        return await finish(statements())
-
-    look = apply
+    _look = _apply
 
     async def close(self) -> None:
         await self._notifier.close()

@@ -49,6 +49,7 @@ from outbox.core.store import DISCARD, Backlog, Routing, Rows, StoredMessage
 from outbox.stores import looks
 from outbox.stores.claims import BURIAL, SettleStatements, SqlClaim
 from outbox.stores.dead_letters import SqlDeadLetters
+from outbox.stores.finish import finish
 from outbox.stores.rows import LONGEST_HISTORY, as_attempt, as_seconds, history_line, message_row
 from outbox.stores.tables import NOT_ROUTED, Tables, message_columns
 from outbox.stores.wakeup import Wakeup
@@ -86,20 +87,21 @@ class SqlStore(ABC):
         self.dead_letters = SqlDeadLetters(self)
         self.settling = SettleStatements(self)
         self._wakeup = Wakeup()
+        self._ready = False
         self._known_bindings: tuple[int, Bindings] | None = None
 
     # How a database does it.
 
     @abstractmethod
-    async def transact(self, work: Callable[[Connection], Result]) -> Result:
+    async def _transact(self, work: Callable[[Connection], Result]) -> Result:
         """Run work on a connection of the store's own, in one transaction."""
 
     @abstractmethod
-    async def apply(self, work: Callable[[Connection], Result]) -> Result:
+    async def _apply(self, work: Callable[[Connection], Result]) -> Result:
         """Run work whose statements need not commit together: one round trip each where the database can."""
 
     @abstractmethod
-    async def look(self, work: Callable[[Connection], Result]) -> Result:
+    async def _look(self, work: Callable[[Connection], Result]) -> Result:
         """Run work that only reads."""
 
     @abstractmethod
@@ -160,15 +162,34 @@ class SqlStore(ABC):
         """How many rows the messages table was ever given."""
 
     async def open(self) -> None:
-        """Get ready to be waited on; tables are made if they are missing."""
-        await self.create_tables()
+        """Get ready; tables are made if they are missing."""
+        if not self._ready:
+            await self.create_tables()
+            self._ready = True
 
     @abstractmethod
     async def close(self) -> None:
         """Let go of connections."""
 
     async def create_tables(self) -> None:
-        await self.transact(self.create)
+        await finish(self._transact(self.create))
+
+    # How the store's own work runs: on tables that exist, and to its end whatever happens to the caller.
+
+    async def transact(self, work: Callable[[Connection], Result]) -> Result:
+        """Run work in one transaction."""
+        await self.open()
+        return await finish(self._transact(work))
+
+    async def apply(self, work: Callable[[Connection], Result]) -> Result:
+        """Run work whose statements need not commit together."""
+        await self.open()
+        return await finish(self._apply(work))
+
+    async def look(self, work: Callable[[Connection], Result]) -> Result:
+        """Run work that only reads."""
+        await self.open()
+        return await finish(self._look(work))
 
     # Statements for the caller's own connection.
 
@@ -454,11 +475,12 @@ class SqlStore(ABC):
         return [Binding(queue, binding_key) for queue, binding_key in rows]
 
     def _change_bindings(self, connection: Connection) -> None:
-        self._make_state(connection)
+        self.make_state(connection)
         state = self.tables.state
         connection.execute(update(state).values(bindings_version=state.c.bindings_version + 1))
 
-    def _make_state(self, connection: Connection) -> None:
+    def make_state(self, connection: Connection) -> None:
+        """Make the one row of the state table if it is missing: migrations make tables, not rows."""
         connection.execute(self.ignoring(self.tables.state), {"id": 1, "bindings_version": 0})
 
     async def deliver(self, messages: Sequence[Message], destinations: Mapping[str, Sequence[str]]) -> None:
@@ -474,7 +496,7 @@ class SqlStore(ABC):
 
     async def record_transport(self, name: str, *, switch: bool = False) -> str:
         def work(connection: Connection) -> str:
-            self._make_state(connection)
+            self.make_state(connection)
             state = self.tables.state
             free = state.c.transport.is_(None) if not switch else state.c.id == 1
             connection.execute(update(state).where(free).values(transport=name))

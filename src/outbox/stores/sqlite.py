@@ -39,7 +39,6 @@ from sqlalchemy.types import TypeEngine
 from outbox.core.durations import Retention
 from outbox.core.errors import ConfigurationError, SnapshotConflict
 from outbox.core.store import Rows
-from outbox.stores.finish import finish
 from outbox.stores.sql import SqlStore
 from outbox.stores.tables import Tables
 
@@ -84,13 +83,13 @@ class SqliteStore(SqlStore):
         self._turn: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
         self._pulse: asyncio.Task[None] | None = None
 
-    async def transact(self, work: Callable[[Connection], Result]) -> Result:
-        return await finish(self._own().run(work, reading=False))
+    async def _transact(self, work: Callable[[Connection], Result]) -> Result:
+        return await self._own().run(work, reading=False)
 
-    apply = transact
+    _apply = _transact
 
-    async def look(self, work: Callable[[Connection], Result]) -> Result:
-        return await finish(self._own().run(work, reading=True))
+    async def _look(self, work: Callable[[Connection], Result]) -> Result:
+        return await self._own().run(work, reading=True)
 
     async def close(self) -> None:
         if self._pulse is not None:
