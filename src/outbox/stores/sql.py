@@ -485,13 +485,18 @@ class SqlStore(ABC):
 
     async def deliver(self, messages: Sequence[Message], destinations: Mapping[str, Sequence[str]]) -> None:
         rows = [
-            message_row(message) | {"due": None, "delay": 0.0, "expiration": None, "timer_id": None, "queue": queue}
+            message_row(message) | {"queue": queue, "expires": message.expires_at, "timer_id": None}
             for message in messages
             for queue in destinations.get(message.id, ())
         ]
         if rows:
-            statement = self._insert.values(destination=bindparam("queue"), routed_at=self.clock())
-            await self.transact(lambda connection: connection.execute(statement, rows))
+            statement = insert(self.messages).values(
+                destination=bindparam("queue"),
+                expires_at=bindparam("expires", type_=DateTime(timezone=True)),
+                due_at=self.clock(),
+                routed_at=self.clock(),
+            )
+            await self.transact(lambda connection: connection.execute(statement.inline(), rows))
             self.announce(*{row["queue"] for row in rows})
 
     async def record_transport(self, name: str, *, switch: bool = False) -> str:

@@ -1,0 +1,259 @@
+"""A relay and a transport that answers in every possible way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from outbox import ConfigurationError, Message, Outbox, TransportMismatch, TransportUnavailable, listen
+from outbox.core.transport import Features, Published, Refusal
+from outbox.outbound import publishing
+from outbox.transports.memory import MemoryTransport
+
+MakeOutbox = Callable[..., Outbox]
+Answer = Callable[[Sequence[Message]], Published]
+
+
+class Scripted:
+    """A transport that answers as the test says: one answer for each call, the last one for ever."""
+
+    name = "scripted"
+    features = Features(consumes=False, delays=False, keeps_dead_letters=False)
+    dead_letters = None
+
+    def __init__(self, *answers: Any) -> None:
+        self._answers = list(answers)
+        self.calls: list[list[Message]] = []
+        self.called = asyncio.Condition()
+
+    async def open(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def publish(self, messages: Sequence[Message]) -> Published:
+        async with self.called:
+            self.calls.append(list(messages))
+            self.called.notify_all()
+        answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
+        result = answer(messages)
+        return await result if asyncio.iscoroutine(result) else result
+
+    async def declare(self, listeners: Any) -> None: ...
+
+    def consume(self, listener: Any, prefetch: int) -> Any: ...
+
+    async def until(self, calls: int) -> None:
+        async with asyncio.timeout(15), self.called:
+            await self.called.wait_for(lambda: len(self.calls) >= calls)
+
+
+def confirm(messages: Sequence[Message]) -> Published:
+    return Published(frozenset(message.id for message in messages))
+
+
+def nothing(messages: Sequence[Message]) -> Published:
+    return Published()
+
+
+def away(messages: Sequence[Message]) -> Published:
+    raise TransportUnavailable("nobody answers")
+
+
+def broken(messages: Sequence[Message]) -> Published:
+    raise RuntimeError("a bug in the client library")
+
+
+def refuse(permanent: bool = False) -> Answer:
+    def answer(messages: Sequence[Message]) -> Published:
+        return Published(frozenset(), {message.id: Refusal("no thanks", permanent) for message in messages})
+
+    return answer
+
+
+async def cancelled(messages: Sequence[Message]) -> Published:
+    raise asyncio.CancelledError
+
+
+async def emit(outbox: Outbox, *bodies: object) -> None:
+    async with outbox.transaction() as session:
+        await outbox.emit_many(session, "order.created", bodies)
+
+
+async def drained(outbox: Outbox) -> None:
+    async with asyncio.timeout(15):
+        while (await outbox.backlog()).waiting:
+            await asyncio.sleep(0.02)
+
+
+@asynccontextmanager
+async def relaying(make_outbox: MakeOutbox, transport: Any, **options: Any) -> Any:
+    outbox = make_outbox(transport=transport, **options)
+    async with outbox.running(relay=True):
+        yield outbox
+
+
+async def test_a_confirmed_message_is_sent_once_and_gone(make_outbox: MakeOutbox) -> None:
+    transport = Scripted(confirm)
+    async with relaying(make_outbox, transport) as outbox:
+        await emit(outbox, 1, 2, 3)
+        await drained(outbox)
+    assert sorted(message.body for call in transport.calls for message in call) == [b"1", b"2", b"3"]
+
+
+@pytest.mark.parametrize("doubt", [nothing, away, broken, cancelled])
+async def test_a_message_in_doubt_stays_and_burns_no_attempt(make_outbox: MakeOutbox, doubt: Answer) -> None:
+    transport = Scripted(doubt, doubt, doubt, confirm)
+    async with relaying(make_outbox, transport, relay_retry_delays=()) as outbox:
+        await emit(outbox, 1)
+        await transport.until(4)
+        await drained(outbox)
+    assert len({call[0].id for call in transport.calls}) == 1
+    assert await outbox.store.dead_letters.list() == []
+
+
+async def test_of_a_batch_only_the_confirmed_are_done(make_outbox: MakeOutbox) -> None:
+    def every_other(messages: Sequence[Message]) -> Published:
+        return Published(frozenset(message.id for message in messages[::2]))
+
+    transport = Scripted(every_other, confirm)
+    async with relaying(make_outbox, transport) as outbox:
+        await emit(outbox, *range(10))
+        await drained(outbox)
+    sent = [message.id for call in transport.calls for message in call]
+    assert len(set(sent)) == 10
+    assert len(sent) == 15
+
+
+async def test_a_refused_message_is_tried_again_by_the_relays_delays_and_then_dead(make_outbox: MakeOutbox) -> None:
+    transport = Scripted(refuse())
+    async with relaying(make_outbox, transport, relay_retry_delays=(0.05, 0.05)) as outbox:
+        await emit(outbox, 1)
+        await drained(outbox)
+    assert len(transport.calls) == 3
+    [letter] = await outbox.store.dead_letters.list()
+    assert (letter.reason, letter.error, letter.attempt_count, letter.queue) == ("exhausted", "no thanks", 3, None)
+
+
+async def test_what_the_destination_never_takes_is_dead_at_once(make_outbox: MakeOutbox) -> None:
+    transport = Scripted(refuse(permanent=True))
+    async with relaying(make_outbox, transport) as outbox:
+        await emit(outbox, 1)
+        await drained(outbox)
+    assert len(transport.calls) == 1
+    [letter] = await outbox.store.dead_letters.list()
+    assert (letter.reason, letter.message.body) == ("refused", b"1")
+
+
+async def test_a_refused_message_does_not_hold_up_the_others(make_outbox: MakeOutbox) -> None:
+    def refuse_one(messages: Sequence[Message]) -> Published:
+        bad = {message.id: Refusal("bad") for message in messages if message.body == b"0"}
+        return Published(frozenset(message.id for message in messages) - bad.keys(), bad)
+
+    transport = Scripted(refuse_one)
+    async with relaying(make_outbox, transport, relay_retry_delays=(60,), batch_size=2) as outbox:
+        await emit(outbox, *range(6))
+        async with asyncio.timeout(15):
+            while (await outbox.backlog()).waiting > 1:
+                await asyncio.sleep(0.02)
+    [stored] = await outbox.messages()
+    assert stored.message.body == b"0"
+    assert "bad" in stored.history
+
+
+async def test_a_publish_without_an_answer_ends_at_the_deadline(
+    make_outbox: MakeOutbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publishing, "DEADLINE", 0.1)
+
+    async def silent(messages: Sequence[Message]) -> Published:
+        await asyncio.sleep(3600)
+        raise AssertionError
+
+    transport = Scripted(silent, confirm)
+    async with relaying(make_outbox, transport) as outbox:
+        await emit(outbox, 1)
+        await transport.until(2)
+        await drained(outbox)
+    assert transport.calls[0] == transport.calls[1]
+
+
+async def test_a_function_is_a_transport_raising_means_not_sent(make_outbox: MakeOutbox) -> None:
+    sent: list[bytes] = []
+    failures = iter([True, False])
+
+    async def publish(message: Message) -> None:
+        if next(failures, False):
+            raise ConnectionError("away")
+        sent.append(message.body)
+
+    async with relaying(make_outbox, publish, relay_retry_delays=(0.01,)) as outbox:
+        await emit(outbox, 1)
+        await drained(outbox)
+    assert sent == [b"1"]
+
+
+async def test_a_worker_on_a_function_is_refused(make_outbox: MakeOutbox) -> None:
+    async def publish(message: Message) -> None: ...
+
+    @listen("#", queue="q")
+    async def listener(body: object) -> None: ...
+
+    with pytest.raises(ConfigurationError, match="only publishes"):
+        async with make_outbox(transport=publish).running(listeners=[listener]):
+            pass
+
+
+async def test_another_transport_on_the_same_table_is_refused_by_name(make_outbox: MakeOutbox) -> None:
+    @listen("#", queue="q")
+    async def listener(body: object) -> None: ...
+
+    async with make_outbox(transport=Scripted(confirm)).running(relay=True):
+        pass
+    with pytest.raises(TransportMismatch, match=r"'scripted'.*'database'.*switch-transport database"):
+        async with make_outbox().running(listeners=[listener]):
+            pass
+
+
+async def test_relay_and_worker_share_a_transport_in_one_process(make_outbox: MakeOutbox) -> None:
+    outbox = make_outbox(transport=MemoryTransport())
+    handled: asyncio.Queue[int] = asyncio.Queue()
+
+    @listen("order.*", queue="q")
+    async def listener(body: int, session: AsyncSession) -> None:
+        await handled.put(body)
+
+    async with outbox.running(relay=True, listeners=[listener]):
+        await emit(outbox, 1, 2, 3)
+        async with asyncio.timeout(15):
+            assert sorted([await handled.get() for _ in range(3)]) == [1, 2, 3]
+
+
+async def test_a_duplicate_from_the_transport_has_no_second_effect_in_the_session(make_outbox: MakeOutbox) -> None:
+    """The inbox: the transport delivers twice, the listener's transaction commits once."""
+    transport = MemoryTransport()
+    outbox = make_outbox(transport=transport)
+    runs: list[int] = []
+    copies = asyncio.Event()
+
+    @listen("order.*", queue="q", concurrency=1)
+    async def listener(body: int, session: AsyncSession) -> None:
+        runs.append(body)
+
+    @listen("order.*", queue="after")
+    async def after(body: int) -> None:
+        copies.set()
+
+    message = Message(routing_key="order.created", body=b"1")
+    async with outbox.running(listeners=[listener, after]):
+        for _ in range(3):
+            await transport.publish([message])
+        async with asyncio.timeout(15):
+            await copies.wait()
+            while transport.waiting("q"):
+                await asyncio.sleep(0.01)
+    assert runs == [1]
