@@ -41,10 +41,11 @@ class Feed(Protocol):
     """Where messages are claimed from."""
 
     def claim(
-        self, limit: int, *, lease: timedelta, destination: str | None = None
+        self, limit: int, *, lease: timedelta, destination: str | None = None, suspects: bool = True
     ) -> AbstractAsyncContextManager[Claim]:
         """Take up to `limit` due messages of one destination (none: those that were not routed).
 
+        A suspect, a message whose last start never ended, comes alone, or not at all if no suspects are wanted.
         Several claims may be open at once. What is not settled when one closes is given back.
         """
         ...

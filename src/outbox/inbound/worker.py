@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
 from outbox.core.events import Observer, Troubled
 from outbox.core.listener import Listener
 from outbox.core.pace import Pace
-from outbox.core.transport import Delivery, Transport
+from outbox.core.transport import Transport
 from outbox.inbound.handling import Handling
 
 SHORTEST_TROUBLE, LONGEST_TROUBLE = 0.2, 10.0  # seconds of pause after an error, doubling
@@ -35,7 +34,6 @@ class Worker:
         self._grace = grace
         self._observe = observe
         self._running: set[asyncio.Task[None]] = set()
-        self._suspects = asyncio.Lock()
 
     async def run(self, stop: asyncio.Event, abandon: asyncio.Event) -> int:
         """Work until `stop`; how many listeners were abandoned: `abandon` or the end of the grace came first."""
@@ -71,7 +69,7 @@ class Worker:
                     slots.release()
                     raise
                 trouble.reset()
-                task = asyncio.create_task(self._handle(listener, delivery))
+                task = asyncio.create_task(self._handlings[listener].handle(delivery))
                 self._running.add(task)  # the loop itself holds tasks only weakly
                 task.add_done_callback(self._running.discard)
                 task.add_done_callback(lambda _: slots.release())
@@ -79,11 +77,6 @@ class Worker:
             close = getattr(deliveries, "aclose", None)
             if close is not None:
                 await close()
-
-    async def _handle(self, listener: Listener, delivery: Delivery) -> None:
-        # A message that has killed a worker runs beside no other suspect: whichever kills again condemns itself alone.
-        async with self._suspects if delivery.attempt.crash_count else nullcontext():
-            await self._handlings[listener].handle(delivery)
 
     async def _let_end(self, abandon: asyncio.Event) -> int:
         if not self._running:

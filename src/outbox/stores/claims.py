@@ -138,11 +138,10 @@ class SettleStatements:
 class SqlClaim:
     """A claim on one destination's due messages, as an asynchronous context manager."""
 
-    def __init__(self, store: SqlStore, limit: int, destination: str, lease: timedelta) -> None:
+    def __init__(self, store: SqlStore, wanted: Mapping[str, Any], lease: timedelta) -> None:
         self._store = store
         self._statements = store.settling
-        self._limit = limit
-        self._destination = destination
+        self._wanted = wanted
         self._lease = lease
         self._token = store.new_token()
         self._held: set[int] = set()
@@ -151,7 +150,7 @@ class SqlClaim:
         self.attempts: Sequence[Attempt] = ()
 
     async def __aenter__(self) -> Self:
-        if not await self._store.anything_due(self._destination):
+        if not await self._store.anything_due(self._wanted):
             return self
         try:
             await self._store.apply(self._take)
@@ -184,7 +183,7 @@ class SqlClaim:
         return self._statements.completion(attempt.id, self._token)
 
     def _take(self, connection: Connection) -> None:
-        attempts, expired = self._store.take(connection, self._limit, self._destination, self._token, self._lease)
+        attempts, expired = self._store.take(connection, self._wanted, self._token, self._lease)
         if expired:
             self._bury(connection, {id: Dead(Reason.EXPIRED) for id in expired})
         self.attempts = attempts

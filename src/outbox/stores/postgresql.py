@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from functools import cached_property
 from typing import Any, TypeVar
-from uuid import UUID
 from weakref import WeakSet
 
 from sqlalchemy import (
@@ -47,7 +45,6 @@ from outbox.core.errors import ConfigurationError
 from outbox.core.store import Rows
 from outbox.stores.claims import BURIAL
 from outbox.stores.notify import Notifier
-from outbox.stores.rows import as_seconds
 from outbox.stores.sql import SqlStore
 from outbox.stores.tables import Tables, message_columns
 
@@ -203,11 +200,8 @@ class PostgresqlStore(SqlStore):
 
     # Claiming in one round trip.
 
-    def _take(
-        self, connection: Connection, limit: int, destination: str, token: UUID, lease: timedelta
-    ) -> list[Row[Any]]:
-        parameters = {"wanted": destination, "limit": limit, "token": token, "lease": as_seconds(lease)}
-        return list(connection.execute(self._take_statement, parameters).all())
+    def _take(self, connection: Connection, wanted: Mapping[str, Any], lease: Mapping[str, Any]) -> list[Row[Any]]:
+        return list(connection.execute(self._take_statement, {**wanted, **lease}).all())
 
     @cached_property
     def _take_statement(self) -> Any:

@@ -14,6 +14,7 @@ from uuid import UUID, uuid4
 
 from sqlalchemy import (
     URL,
+    Boolean,
     ColumnElement,
     Connection,
     DateTime,
@@ -246,36 +247,34 @@ class SqlStore(ABC):
 
     # Claiming.
 
-    async def anything_due(self, destination: str) -> bool:
+    async def anything_due(self, wanted: Mapping[str, Any]) -> bool:
         """Whether a claim is worth its locks. Where looking costs as much as claiming, it always is."""
         return True
 
-    def claim(self, limit: int, *, lease: timedelta, destination: str | None = None) -> SqlClaim:
-        return SqlClaim(self, limit, destination or NOT_ROUTED, lease)
+    def claim(self, limit: int, *, lease: timedelta, destination: str | None = None, suspects: bool = True) -> SqlClaim:
+        wanted = {"wanted": destination or NOT_ROUTED, "limit": limit, "suspects": suspects}
+        return SqlClaim(self, wanted, lease)
 
     def take(
-        self, connection: Connection, limit: int, destination: str, token: UUID, lease: timedelta
+        self, connection: Connection, wanted: Mapping[str, Any], token: UUID, lease: timedelta
     ) -> tuple[list[Attempt], list[int]]:
         """Lease due messages: the attempts, and the ids of those whose expiration has passed."""
-        rows = self._take(connection, limit, destination, token, lease)
+        rows = self._take(connection, wanted, {"token": token, "lease": as_seconds(lease)})
         rows.sort(key=lambda row: (row.due_at, row.id))
         expired = [row.id for row in rows if row.expired]
         return [as_attempt(row) for row in rows if not row.expired], expired
 
-    def _take(
-        self, connection: Connection, limit: int, destination: str, token: UUID, lease: timedelta
-    ) -> list[Row[Any]]:
+    def _take(self, connection: Connection, wanted: Mapping[str, Any], lease: Mapping[str, Any]) -> list[Row[Any]]:
         """Choose, then lease: two steps, for databases whose `apply` is a transaction."""
-        parameters = {"wanted": destination, "limit": limit}
-        found = connection.execute(self._due, parameters).all()
+        found = connection.execute(self._due, wanted).all()
         if found and found[0].lease_until is not None:
             chosen = found[:1]
         else:
             chosen = [row for row in found if row.lease_until is None]
         if not chosen:
             return []
-        held = {"ids": self.listed([row.id for row in chosen]), "token": token, "lease": as_seconds(lease)}
-        return list(connection.execute(self._lease, held).all())
+        ids = {"ids": self.listed([row.id for row in chosen])}
+        return list(connection.execute(self._lease, {**lease, **ids}).all())
 
     @cached_property
     def _due(self) -> Select[Any]:
@@ -286,7 +285,8 @@ class SqlStore(ABC):
                 columns.destination == bindparam("wanted"),
                 columns.done_at.is_(None),
                 columns.due_at <= self.now(),
-                self._unleased(self.now()),
+                columns.lease_until.is_(None)
+                | (bindparam("suspects", type_=Boolean) & (columns.lease_until <= self.now())),
             )
             .order_by(columns.due_at, columns.id)
             .limit(bindparam("limit"))
@@ -374,12 +374,13 @@ class SqlStore(ABC):
         return await self.look(self._read_bindings)
 
     async def route(self, limit: int, unroutable: Mapping[str, str]) -> Routing:
-        if not await self.anything_due(NOT_ROUTED):
+        wanted = {"wanted": NOT_ROUTED, "limit": limit, "suspects": True}
+        if not await self.anything_due(wanted):
             return Routing()
-        return await self.transact(lambda connection: self._route(connection, limit, unroutable))
+        return await self.transact(lambda connection: self._route(connection, wanted, unroutable))
 
-    def _route(self, connection: Connection, limit: int, unroutable: Mapping[str, str]) -> Routing:
-        rows = connection.execute(self._due, {"wanted": NOT_ROUTED, "limit": limit}).all()
+    def _route(self, connection: Connection, wanted: Mapping[str, Any], unroutable: Mapping[str, str]) -> Routing:
+        rows = connection.execute(self._due, wanted).all()
         if not rows:
             return Routing()
         bindings = self._current_bindings(connection)

@@ -105,9 +105,9 @@ class SqliteStore(SqlStore):
             self._turn = (loop, asyncio.Lock())
         return self._turn[1]
 
-    async def anything_due(self, destination: str) -> bool:
+    async def anything_due(self, wanted: Mapping[str, Any]) -> bool:
         # A claim takes the one lock that every writer of the file waits for.
-        parameters = {"wanted": destination, "limit": 1}
+        parameters = {**wanted, "limit": 1}
         return await self.look(lambda connection: connection.execute(self._due, parameters).first()) is not None
 
     async def wait(self, longest: float, *, destination: str | None = None) -> None:

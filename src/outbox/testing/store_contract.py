@@ -487,6 +487,16 @@ class StoreContract:
                     await claim.settle({attempt.id: Done()})
             assert len(await claimed(store)) == 2
 
+    async def test_whoever_wants_no_suspects_gets_none(self, engine: AsyncEngine, store: Store) -> None:
+        await queued(engine, store, message(body=b"suspect"))
+        async with AsyncExitStack() as stack:
+            await self.expired(stack, store)
+            await queued(engine, store, message(body=b"fresh"))
+            async with store.claim(10, lease=LEASE, destination="q", suspects=False) as claim:
+                assert [attempt.message.body for attempt in claim.attempts] == [b"fresh"]
+            async with store.claim(10, lease=LEASE, destination="q", suspects=True) as claim:
+                assert [attempt.message.body for attempt in claim.attempts] == [b"suspect"]
+
     async def test_crashes_are_counted_apart_from_attempts(self, engine: AsyncEngine, store: Store) -> None:
         await queued(engine, store, message())
         async with AsyncExitStack() as stack:

@@ -162,15 +162,20 @@ class DatabaseDeliveries:
 
     async def _hold(self, room: int, taken: asyncio.Future[int]) -> None:
         try:
-            async with self._store.claim(room, lease=self._lease, destination=self._queue) as claim:
-                if self._closed:
-                    return  # leaving gives everything back
-                with self._held.batch(_Batch(claim, self._settled)) as batch:
-                    self._unsettled += len(claim.attempts)
-                    self._ready.extend(DatabaseDelivery(attempt, batch) for attempt in claim.attempts)
-                    self._arrived.set()
-                    taken.set_result(len(claim.attempts))
-                    await batch.write()
+            with self._held.leave() as leave:
+                async with self._store.claim(
+                    room, lease=self._lease, destination=self._queue, suspects=leave.granted
+                ) as claim:
+                    if not any(attempt.crash_count for attempt in claim.attempts):
+                        leave.give_back()
+                    if self._closed:
+                        return  # leaving gives everything back
+                    with self._held.batch(_Batch(claim, self._settled)) as batch:
+                        self._unsettled += len(claim.attempts)
+                        self._ready.extend(DatabaseDelivery(attempt, batch) for attempt in claim.attempts)
+                        self._arrived.set()
+                        taken.set_result(len(claim.attempts))
+                        await batch.write()
         except Exception as error:
             if taken.done():
                 raise
@@ -261,6 +266,7 @@ class _Held:
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
         self._batches: set[_Batch] = set()
+        self._suspect: _Leave | None = None
 
     def start(self, holding: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(holding, name=name)
@@ -276,6 +282,24 @@ class _Held:
             self._batches.discard(batch)
             batch.end()
 
+    @contextmanager
+    def leave(self) -> Iterator[_Leave]:
+        """Leave to hold the one suspect that a process may have in hand, if nobody holds one."""
+        leave = _Leave(self)
+        if self._suspect is None:
+            self._suspect = leave
+        try:
+            yield leave
+        finally:
+            leave.give_back()
+
+    def holds(self, leave: _Leave) -> bool:
+        return self._suspect is leave
+
+    def give_back(self, leave: _Leave) -> None:
+        if self._suspect is leave:
+            self._suspect = None
+
     async def close(self) -> None:
         for batch in self._batches:
             batch.close()
@@ -289,6 +313,20 @@ class _Held:
         self._tasks.discard(task)
         if not task.cancelled():
             task.exception()  # a claim that could not be written runs out: later, not lost
+
+
+class _Leave:
+    """Two suspects in hand, and the one that kills its worker again would condemn the other."""
+
+    def __init__(self, held: _Held) -> None:
+        self._held = held
+
+    @property
+    def granted(self) -> bool:
+        return self._held.holds(self)
+
+    def give_back(self) -> None:
+        self._held.give_back(self)
 
 
 class _Appetite:

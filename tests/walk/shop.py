@@ -1,0 +1,120 @@
+"""A small service that the process tests start, stop and kill: `python -m tests.walk.shop COMMAND`.
+
+Effects are rows without a unique constraint, so that a second effect would be seen. `DIE_AT` names the moment at which
+the process kills itself, once: the file named by `DIE_ONCE` keeps it from dying again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Column, Integer, MetaData, String, Table, insert
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from outbox import Message, Outbox, listen
+
+TABLE_NAME = os.environ["OUTBOX_TABLE_NAME"]
+
+effects = Table(
+    f"{TABLE_NAME}_effects",
+    MetaData(),
+    Column("id", Integer, primary_key=True, autoincrement=True),
+    Column("queue", String(64)),
+    Column("body", Integer),
+)
+
+outbox = Outbox(lease=float(os.environ.get("SHOP_LEASE", "2")), poll_interval=0.2, grace=5)
+
+
+def die(moment: str) -> None:
+    """The worst thing that can happen at this moment."""
+    once = Path(os.environ.get("DIE_ONCE", os.devnull))
+    if os.environ.get("DIE_AT") == moment and not once.exists():
+        once.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@listen("order.*", queue="ledger")
+async def ledger(body: int, session: AsyncSession) -> None:
+    await session.execute(insert(effects).values(queue="ledger", body=body))
+    if os.environ.get("SHOP_POISON", str(body)) == str(body):
+        die("listener")
+
+
+@listen("order.created", queue="journal", concurrency=50)
+async def journal(body: int, message: Message) -> None:
+    """An effect outside of the database: at least once, and exactly once as long as nothing dies."""
+    os.write(journal_file(), f"{body}\n".encode())
+
+
+@cache
+def journal_file() -> int:
+    return os.open(os.environ["SHOP_JOURNAL"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+
+
+def die_around(owner: Any, name: str, moment: str) -> None:
+    """Die before the method's work is done, or right after it, as the moment's name says."""
+    original = getattr(owner, name)
+
+    def replaced(self: Any, *args: Any, **kwargs: Any) -> Any:
+        die(f"before {moment}")
+        result = original(self, *args, **kwargs)
+        die(f"after {moment}")
+        return result
+
+    setattr(owner, name, replaced)
+
+
+def arm() -> None:
+    """Put the moments in place at which this process may die."""
+    from outbox.stores.claims import SqlClaim
+    from outbox.stores.sql import SqlStore
+
+    die_around(SqlClaim, "settle", "settle")
+    die_around(SqlClaim, "_settle", "the settling statement")
+    die_around(SqlClaim, "_take", "the claiming statement")
+    die_around(SqlStore, "_send_to", "routing")
+
+
+async def produce(first: int, count: int, batch: int) -> None:
+    """Write messages in transactions of `batch`; every fifth transaction is rolled back, its bodies negative."""
+    for number, start in enumerate(range(first, first + count, batch)):
+        bodies = range(start, min(start + batch, first + count))
+        async with outbox.transaction() as session:
+            await outbox.emit_many(session, "order.created", bodies)
+        if number % 5 == 0:
+            session = outbox.engines.session()
+            await outbox.emit_many(session, "order.created", [-1 - body for body in bodies])
+            await session.rollback()
+            await session.close()
+    await outbox.close()
+
+
+async def main(command: str, *arguments: str) -> None:
+    arm()
+    if command == "tables":
+        async with outbox.engines.asynchronous.begin() as connection:
+            await connection.run_sync(effects.metadata.create_all)
+        await outbox.create_tables()
+        await outbox.close()
+    elif command == "produce":
+        await produce(*map(int, arguments))
+    elif command == "worker":
+        served = [listener for listener in (ledger, journal) if not arguments or listener.queue in arguments]
+        await outbox.worker(served)
+        await outbox.close()
+    elif command == "relay":
+        await outbox.message_relay()
+        await outbox.close()
+    else:
+        raise SystemExit(f"no such command: {command}")
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))
