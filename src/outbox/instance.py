@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
@@ -214,7 +215,7 @@ class Outbox:
     @asynccontextmanager
     async def transaction(self) -> AsyncIterator[AsyncSession]:
         """A session of the outbox's own engine, begun: commits at the end, rolls back on an exception."""
-        async with self.engines.session() as session, session.begin():
+        async with self.store.turn(for_caller=True), self.engines.session() as session, session.begin():
             yield session
 
     # Working.
@@ -264,6 +265,7 @@ class Outbox:
         needs_store = relay or transport.features.routes_in_store or self.engines.configured
         async with AsyncExitStack() as stack:
             if needs_store:
+                self.engines.asynchronous  # noqa: B018 - a plain engine is told so, with advice
                 stack.push_async_callback(self.store.close)
                 await self._open_store(transport)
             stack.push_async_callback(transport.close)
@@ -274,7 +276,7 @@ class Outbox:
             if ready is not None:
                 ready.set()
             tasks = [asyncio.create_task(each.run(shutdown.begun)) for each in relays]
-            stack.push_async_callback(_gather, tasks)
+            stack.push_async_callback(_end, tasks, shutdown, self.settings.duration("grace"))
             abandoned = 0
             if worker is not None:
                 abandoned = await worker.run(shutdown.begun, shutdown.forced)
@@ -408,5 +410,12 @@ class Outbox:
             await self.engines.close()
 
 
-async def _gather(tasks: list[asyncio.Task[None]]) -> None:
-    await asyncio.gather(*tasks, return_exceptions=True)
+async def _end(tasks: list[asyncio.Task[None]], shutdown: Shutdown, grace: timedelta) -> None:
+    """Let relays finish the round they are in, within the grace and unless the shutdown is forced."""
+    shutdown.begun.set()
+    forced = asyncio.create_task(shutdown.forced.wait())
+    ending: list[asyncio.Future[Any]] = [forced, asyncio.gather(*tasks, return_exceptions=True)]
+    await asyncio.wait(ending, timeout=grace.total_seconds(), return_when=asyncio.FIRST_COMPLETED)
+    for task in (forced, *tasks):
+        task.cancel()
+    await asyncio.gather(forced, *tasks, return_exceptions=True)

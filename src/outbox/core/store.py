@@ -160,8 +160,11 @@ class Store(Feed, Protocol):
 
     # Everything below runs on connections of the store's own.
 
-    def turn(self) -> AbstractAsyncContextManager[None]:
-        """Held around a listener's transaction where the database lets only one write at a time."""
+    def turn(self, *, for_caller: bool = False) -> AbstractAsyncContextManager[None]:
+        """Held around a listener's transaction where the database lets only one write at a time.
+
+        And around a caller's, where both would use the very same connection.
+        """
         ...
 
     async def open(self) -> None: ...

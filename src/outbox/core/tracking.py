@@ -20,18 +20,17 @@ def get_tracking_ids() -> tuple[str, ...]:
 @contextmanager
 def tracking() -> Iterator[tuple[str, ...]]:
     """Give what is emitted in this block a common first id, one for the entry point itself."""
-    with following((*get_tracking_ids(), new_id())) as tracking_ids:
-        yield tracking_ids
-
-
-@contextmanager
-def following(tracking_ids: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """Run this block as what follows from the message with these tracking ids."""
+    tracking_ids = (*get_tracking_ids(), new_id())
     token = _tracking_ids.set(tracking_ids)
     try:
         yield tracking_ids
     finally:
         _tracking_ids.reset(token)
+
+
+def follow(tracking_ids: tuple[str, ...]) -> None:
+    """Let the rest of this task be what follows from the message with these tracking ids."""
+    _tracking_ids.set(tracking_ids)
 
 
 def new_id() -> str:

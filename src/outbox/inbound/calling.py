@@ -64,12 +64,14 @@ class Call:
         values = self.arguments.bind(delivery)
         if not self.arguments.is_async:
             await self._in_thread(delivery, values)
-        elif self.arguments.session is None:
+        elif self.arguments.session is not None:
+            async with self._turn():
+                await self._in_session(delivery, values)
+        elif self._seconds is not None:
             async with asyncio.timeout(self._seconds):
                 await self.arguments.call(self._callback, values)
         else:
-            async with self._turn():
-                await self._in_session(delivery, values)
+            await self.arguments.call(self._callback, values)
 
     async def _in_session(self, delivery: Delivery, values: dict[str, Any]) -> None:
         sessions, inbox, queue = self._database()

@@ -16,7 +16,7 @@ from outbox.core.errors import LeaseLost, Reject
 from outbox.core.events import Handled, LeaseWasLost, Observer
 from outbox.core.listener import Listener
 from outbox.core.retry import RetryPolicy
-from outbox.core.tracking import following
+from outbox.core.tracking import follow
 from outbox.core.transport import Delivery
 from outbox.inbound import inbox
 from outbox.inbound.calling import Call, ThreadTimeout
@@ -43,7 +43,8 @@ class Handling:
         self._observe = observe
 
     async def handle(self, delivery: Delivery) -> None:
-        """Every delivery ends in exactly one outcome, whatever the listener or the message does."""
+        """Every delivery ends in exactly one outcome, whatever the listener or the message does. Runs as a task."""
+        follow(delivery.attempt.message.tracking_ids)
         began = time.monotonic()
         outcome, error = await self._outcome(delivery)
         self._settle(delivery, outcome, error, timedelta(seconds=time.monotonic() - began))
@@ -55,8 +56,7 @@ class Handling:
         if attempt.crash_count >= self._listener.max_crashes:
             return Dead(Reason.CRASHED, f"its worker died or lost its lease {attempt.crash_count} times"), None
         try:
-            with following(attempt.message.tracking_ids):
-                await self._call(delivery)
+            await self._call(delivery)
         except inbox.Handled:
             return Done(), None
         except Undecodable as error:

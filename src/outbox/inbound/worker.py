@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
+from outbox.core.attempt import Released
 from outbox.core.events import Observer, Troubled
 from outbox.core.listener import Listener
 from outbox.core.pace import Pace
-from outbox.core.transport import Transport
+from outbox.core.transport import Delivery, Transport
 from outbox.inbound.handling import Handling
 
 SHORTEST_TROUBLE, LONGEST_TROUBLE = 0.2, 10.0  # seconds of pause after an error, doubling
+LAST_WORDS = 2.0  # seconds that an abandoned listener has to clean up after itself
 
 
 class Worker:
@@ -41,6 +44,9 @@ class Worker:
         stopping = asyncio.create_task(stop.wait())
         try:
             await asyncio.wait([stopping, *serving], return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            abandon.set()  # whoever cancels does not want to wait
+            raise
         finally:
             await _end([stopping, *serving])
             abandoned = await self._let_end(abandon)
@@ -71,12 +77,19 @@ class Worker:
                 trouble.reset()
                 task = asyncio.create_task(self._handlings[listener].handle(delivery))
                 self._running.add(task)  # the loop itself holds tasks only weakly
-                task.add_done_callback(self._running.discard)
-                task.add_done_callback(lambda _: slots.release())
+                task.add_done_callback(partial(self._ended, slots, delivery))
         finally:
             close = getattr(deliveries, "aclose", None)
             if close is not None:
                 await close()
+
+    def _ended(self, slots: asyncio.Semaphore, delivery: Delivery, task: asyncio.Task[None]) -> None:
+        self._running.discard(task)
+        slots.release()
+        if not task.cancelled() and (error := task.exception()) is not None:
+            # A fault of ours, not the listener's: without an end the delivery would be held for ever.
+            delivery.settle(Released())
+            self._observe(Troubled(f"handling of {delivery.attempt.message.id}", error, timedelta(0)))
 
     async def _let_end(self, abandon: asyncio.Event) -> int:
         if not self._running:
@@ -88,7 +101,10 @@ class Worker:
         )
         await _end([abandoning, ending])
         left = list(self._running)
-        await _end(left)
+        for task in left:
+            task.cancel()
+        if left:
+            await asyncio.wait(left, timeout=LAST_WORDS)  # one that does not heed its cancellation is left behind
         return len(left)
 
 

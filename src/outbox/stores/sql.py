@@ -37,6 +37,7 @@ from sqlalchemy import (
     literal,
     null,
     select,
+    tuple_,
     update,
 )
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
@@ -327,8 +328,7 @@ class SqlStore(ABC):
         for destination in destinations:
             self._wakeup.ring(destination or NOT_ROUTED)
 
-    def turn(self) -> AbstractAsyncContextManager[None]:
-        """Held around a listener's transaction where the database lets only one write at a time."""
+    def turn(self, *, for_caller: bool = False) -> AbstractAsyncContextManager[None]:
         return nullcontext()
 
     async def _until_next_due(self, destination: str, at_most: float) -> float:
@@ -348,7 +348,7 @@ class SqlStore(ABC):
     # Routing.
 
     async def bind(self, bindings: Sequence[Binding]) -> None:
-        def work(connection: Connection) -> bool:
+        def work(connection: Connection) -> None:
             table = self.tables.bindings
             known = {tuple(row) for row in connection.execute(select(table.c.queue, table.c.binding_key))}
             new = [b for b in bindings if (b.queue, b.binding_key) not in known]
@@ -356,11 +356,12 @@ class SqlStore(ABC):
                 self._change_bindings(connection)
                 rows = [{"queue": binding.queue, "binding_key": binding.binding_key} for binding in new]
                 connection.execute(self.ignoring(table), rows)
-                connection.execute(self._look_again)
-            return bool(new)
 
-        if await self.transact(work):
-            self.announce(None)
+        await self.transact(work)
+        # In a transaction of its own: a router that holds messages waits for the bindings' version, so whoever holds
+        # the version must not wait for messages.
+        await self.transact(lambda connection: connection.execute(self._look_again))
+        self.announce(None)
 
     async def unbind(self, queue: str) -> int:
         def work(connection: Connection) -> int:
@@ -514,16 +515,14 @@ class SqlStore(ABC):
 
     async def purge(self, keep: timedelta, limit: int) -> int:
         columns = self.messages.c
-        old = self._oldest(columns.id, columns.done_at, keep, limit)
-        return await self._delete(delete(self.messages).where(columns.id.in_(old)))
+        old = select(columns.id).where(columns.done_at < self._ago(keep)).order_by(columns.done_at).limit(limit)
+        return await self._delete(delete(self.messages).where(columns.id.in_(self.skipping_locked(old))))
 
     async def purge_inbox(self, keep: timedelta, limit: int) -> int:
         table = self.tables.inbox
-        before = self.later(self.now(), literal(-as_seconds(keep), Float))
-        old = select(table.c.queue, table.c.message_id).where(table.c.entered_at < before)
-        found = old.order_by(table.c.entered_at).limit(limit).subquery()
-        same = (table.c.queue == found.c.queue) & (table.c.message_id == found.c.message_id)
-        return await self._delete(delete(table).where(select(found.c.queue).where(same).exists()))
+        entry = tuple_(table.c.queue, table.c.message_id)
+        old = select(*entry).where(table.c.entered_at < self._ago(keep)).order_by(table.c.entered_at).limit(limit)
+        return await self._delete(delete(table).where(entry.in_(self.skipping_locked(old))))
 
     async def expire(self, limit: int) -> int:
         columns = self.messages.c
@@ -543,9 +542,8 @@ class SqlStore(ABC):
         )
         return len(await self.transact(lambda connection: self.bury(connection, chosen, {})))
 
-    def _oldest(self, id: Any, moment: Any, keep: timedelta, limit: int) -> Select[Any]:
-        before = self.later(self.now(), literal(-as_seconds(keep), Float))
-        return select(id).where(moment < before).order_by(moment).limit(limit)
+    def _ago(self, keep: timedelta) -> ColumnElement[Any]:
+        return self.later(self.now(), literal(-as_seconds(keep), Float))
 
     async def _delete(self, statement: Any) -> int:
         return await self.apply(lambda connection: connection.execute(statement).rowcount)

@@ -7,7 +7,7 @@ import json
 import sqlite3
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any, TypeVar
 
 from sqlalchemy import (
@@ -99,7 +99,9 @@ class SqliteStore(SqlStore):
             await self._thread.close()
             self._thread = None
 
-    def turn(self) -> AbstractAsyncContextManager[None]:
+    def turn(self, *, for_caller: bool = False) -> AbstractAsyncContextManager[None]:
+        if for_caller and not (self._given is not None and in_memory(self._given.url)):
+            return nullcontext()  # another connection: SQLite itself lets one write after the other
         loop = asyncio.get_running_loop()
         if self._turn is None or self._turn[0] is not loop:
             self._turn = (loop, asyncio.Lock())

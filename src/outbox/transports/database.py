@@ -186,6 +186,7 @@ class DatabaseDeliveries:
 
     def _settled(self, count: int) -> None:
         self._unsettled -= count
+        self._appetite.digested(count)
         self._room.set()
 
 
@@ -330,19 +331,25 @@ class _Leave:
 
 
 class _Appetite:
-    """How much to claim at once: more while claims are used up at once, less while they last."""
+    """How much to claim at once: more while claims are used up quickly, less while they last."""
 
     def __init__(self, least: int, most: int) -> None:
         self._least = min(least, most)
         self._most = most
         self.size = self._least
+        self._digested = 0
         self._had_at = time.monotonic()
 
+    def digested(self, count: int) -> None:
+        """So many were settled."""
+        self._digested += count
+
     def had(self, count: int, wanted: int) -> None:
-        """A claim wanted this many and got that many."""
-        lasted = time.monotonic() - self._had_at
-        self._had_at = time.monotonic()
-        if count >= wanted and lasted < SHORT_WORK:
+        """A claim wanted so many and got that many."""
+        now = time.monotonic()
+        lasted, self._had_at = now - self._had_at, now
+        if count >= wanted and lasted < SHORT_WORK and self._digested >= max(1, self.size // 2):
             self.size = min(self._most, self.size * 2)
         elif lasted > LONG_WORK:
             self.size = max(self._least, self.size // 2)
+        self._digested = 0

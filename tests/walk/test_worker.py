@@ -1,0 +1,444 @@
+"""A worker and listeners that do everything they should not."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from sqlalchemy import Column, Integer, MetaData, Table, insert, select
+from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import Session
+
+from outbox import ConfigurationError, Outbox, Reject, RetryPolicy, listen
+from outbox.core.events import Event, Handled, LeaseWasLost, Stopped
+from outbox.stores.claims import SqlClaim
+
+MakeOutbox = Callable[..., Outbox]
+
+
+class Watch:
+    """An observer that tests wait on."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self._changed = asyncio.Event()
+
+    def __call__(self, event: Event) -> None:
+        self.events.append(event)
+        self._changed.set()
+
+    def all(self, kind: type[Any]) -> list[Any]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+    async def until(self, kind: type[Any], count: int = 1, within: float = 20) -> list[Any]:
+        async with asyncio.timeout(within):
+            while len(self.all(kind)) < count:
+                self._changed.clear()
+                await self._changed.wait()
+        return self.all(kind)
+
+
+@pytest.fixture
+def watch() -> Watch:
+    return Watch()
+
+
+@pytest.fixture
+async def effects(outbox: Outbox, table_name: str) -> Table:
+    """Rows that listeners write, without a unique constraint."""
+    table = Table(f"{table_name}_effects", MetaData(), Column("id", Integer, primary_key=True), Column("n", Integer))
+    async with outbox.engines.asynchronous.begin() as connection:
+        await connection.run_sync(table.metadata.create_all)
+    return table
+
+
+async def emit(outbox: Outbox, *bodies: object, routing_key: str = "order.created", **options: Any) -> None:
+    async with outbox.transaction() as session:
+        await outbox.emit_many(session, routing_key, bodies, **options)
+
+
+async def written(outbox: Outbox, effects: Table) -> list[int]:
+    async with outbox.transaction() as session:
+        return list(await session.scalars(select(effects.c.n).order_by(effects.c.n)))
+
+
+async def test_no_more_listeners_run_at_a_time_than_their_concurrency(make_outbox: MakeOutbox, watch: Watch) -> None:
+    outbox = make_outbox(observers=[watch])
+    running, most = 0, 0
+
+    @listen("#", queue="q", concurrency=3)
+    async def listener(body: int) -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.01)
+        running -= 1
+
+    await emit(outbox, *range(30))
+    async with outbox.running(listeners=[listener]):
+        await watch.until(Handled, 30)
+    assert most == 3
+
+
+async def test_a_slow_queue_does_not_hold_up_another(make_outbox: MakeOutbox, watch: Watch) -> None:
+    outbox = make_outbox(observers=[watch])
+    release = asyncio.Event()
+
+    @listen("#", queue="slow", concurrency=1)
+    async def slow(body: int) -> None:
+        await release.wait()
+
+    @listen("#", queue="quick")
+    async def quick(body: int) -> None: ...
+
+    await emit(outbox, *range(20))
+    async with outbox.running(listeners=[slow, quick]):
+        handled = await watch.until(Handled, 20)
+        assert {event.queue for event in handled} == {"quick"}
+        release.set()
+
+
+async def test_a_slow_listener_takes_no_more_than_it_needs(make_outbox: MakeOutbox) -> None:
+    """What one worker does not start soon is left for the others."""
+    outbox = make_outbox()
+    started, release = asyncio.Event(), asyncio.Event()
+
+    @listen("#", queue="q", concurrency=2)
+    async def slow(body: int) -> None:
+        started.set()
+        await release.wait()
+
+    await emit(outbox, *range(100))
+    async with outbox.running(listeners=[slow]):
+        await asyncio.wait_for(started.wait(), 20)
+        await asyncio.sleep(0.2)
+        assert (await outbox.backlog()).leased <= 6
+        release.set()
+
+
+async def test_what_a_failing_listener_wrote_in_its_session_is_rolled_back(
+    make_outbox: MakeOutbox, watch: Watch, effects: Table
+) -> None:
+    outbox = make_outbox(observers=[watch])
+
+    @listen("order.*", queue="q", retry_delays=(0, 0))
+    async def listener(body: int, session: AsyncSession, attempt_count: int) -> None:
+        await session.execute(insert(effects).values(n=attempt_count))
+        await outbox.emit(session, "follow.up", attempt_count)
+        if attempt_count < 3:
+            raise ValueError(f"attempt {attempt_count}")
+
+    @listen("follow.*", queue="follow")
+    async def follow(body: int) -> None: ...
+
+    await emit(outbox, 1)
+    async with outbox.running(listeners=[listener, follow]):
+        await watch.until(Handled, 4)
+    assert await written(outbox, effects) == [3]
+    assert [event.attempt.message.body for event in watch.all(Handled) if event.queue == "follow"] == [b"3"]
+
+
+async def test_a_listener_that_takes_too_long_is_stopped_and_leaves_nothing(
+    make_outbox: MakeOutbox, watch: Watch, effects: Table
+) -> None:
+    outbox = make_outbox(observers=[watch])
+
+    @listen("#", queue="q", timeout=0.3, retry_delays=())
+    async def listener(body: int, session: AsyncSession) -> None:
+        await session.execute(insert(effects).values(n=body))
+        await asyncio.sleep(3600)
+
+    await emit(outbox, 1)
+    async with outbox.running(listeners=[listener]):
+        [event] = await watch.until(Handled)
+    assert isinstance(event.error, TimeoutError)
+    [letter] = await outbox.dead_letters.list()
+    assert (letter.reason, "TimeoutError" in letter.error) == ("exhausted", True)
+    assert await written(outbox, effects) == []
+
+
+async def test_a_worker_that_lost_its_lease_cannot_commit_its_listeners_session(
+    make_outbox: MakeOutbox, watch: Watch, effects: Table, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first worker sleeps through its lease, as if it had been stopped; a second one does the work."""
+
+    async def asleep(self: SqlClaim) -> None:
+        await asyncio.sleep(3600)
+
+    late = make_outbox(observers=[watch], lease=0.5, prefetch_count=1)  # so that it does not claim the message itself
+    prompt = make_outbox(observers=[watch])
+    go_on = asyncio.Event()
+
+    def listener(name: str) -> Any:
+        @listen("#", queue="q", concurrency=1)
+        async def work(body: int, session: AsyncSession) -> None:
+            if name == "late":
+                started.set()
+                await go_on.wait()
+            await session.execute(insert(effects).values(n=body))
+
+        return work
+
+    started = asyncio.Event()
+    await emit(late, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(SqlClaim, "_renew", asleep)
+        worker = late.running(listeners=[listener("late")])
+        await worker.__aenter__()
+        await asyncio.wait_for(started.wait(), 20)
+    if "sqlite" in str(late.engines.main.url):
+        # SQLite lets one transaction write at a time, so a second worker can only come after the first one ended.
+        await asyncio.sleep(0.6)
+        go_on.set()
+        await watch.until(LeaseWasLost)
+        await worker.__aexit__(None, None, None)
+        async with prompt.running(listeners=[listener("prompt")]):
+            await watch.until(Handled)
+    else:
+        async with prompt.running(listeners=[listener("prompt")]):
+            await watch.until(Handled)
+            go_on.set()
+            await watch.until(LeaseWasLost)
+        await worker.__aexit__(None, None, None)
+    assert await written(late, effects) == [1]
+    [lost] = watch.all(LeaseWasLost)
+    assert (lost.phase, lost.queue) == ("completion", "q")
+
+
+async def test_plain_functions_run_in_threads_side_by_side(make_outbox: MakeOutbox, watch: Watch) -> None:
+    outbox = make_outbox(observers=[watch])
+    together = threading.Barrier(5, timeout=20)
+
+    @listen("#", queue="q", concurrency=5)
+    def listener(body: int) -> None:
+        together.wait()
+
+    await emit(outbox, *range(5))
+    async with outbox.running(listeners=[listener]):
+        await watch.until(Handled, 5)
+
+
+async def test_a_plain_function_gets_a_plain_session(make_outbox: MakeOutbox, watch: Watch, effects: Table) -> None:
+    outbox = make_outbox(observers=[watch])
+
+    @listen("order.*", queue="q", retry_delays=(0,))
+    def listener(body: int, session: Session, attempt_count: int) -> None:
+        session.execute(insert(effects).values(n=attempt_count))
+        outbox.emit_sync(session, "follow.up", attempt_count)
+        if attempt_count == 1:
+            raise ValueError("not yet")
+
+    @listen("follow.*", queue="follow")
+    async def follow(body: int) -> None: ...
+
+    await emit(outbox, 1)
+    async with outbox.running(listeners=[listener, follow]):
+        await watch.until(Handled, 3)
+    assert await written(outbox, effects) == [2]
+
+
+async def test_a_thread_that_takes_too_long_keeps_its_slot(make_outbox: MakeOutbox, watch: Watch) -> None:
+    outbox = make_outbox(observers=[watch])
+    release = threading.Event()
+    runs = []
+
+    @listen("#", queue="q", concurrency=1, timeout=0.2, retry_delays=())
+    def listener(body: int) -> None:
+        runs.append(body)
+        release.wait(20)
+
+    await emit(outbox, 1)
+    async with outbox.running(listeners=[listener]):
+        await watch.until(Handled)
+        await emit(outbox, 2)
+        await asyncio.sleep(0.3)
+        assert runs == [1]
+        release.set()
+        await watch.until(Handled, 2)
+    assert runs == [1, 2]
+    [letter] = await outbox.dead_letters.list()
+    assert letter.message.body == b"1"
+
+
+@pytest.mark.parametrize("database_url", ["postgresql+asyncpg", "postgresql+psycopg"], indirect=True)
+async def test_what_a_thread_does_after_its_time_is_fenced(
+    make_outbox: MakeOutbox, watch: Watch, effects: Table
+) -> None:
+    """SQLite lets nobody write while the thread's transaction is open, so there its end simply counts."""
+    outbox = make_outbox(observers=[watch])
+    release = threading.Event()
+
+    @listen("#", queue="q", concurrency=1, timeout=0.5, retry_delays=())
+    def listener(body: int, session: Session) -> None:
+        session.execute(insert(effects).values(n=body))
+        if body == 1:
+            release.wait(20)
+
+    await emit(outbox, 1)
+    async with outbox.running(listeners=[listener]):
+        await watch.until(Handled)
+        release.set()
+        await emit(outbox, 2)
+        await watch.until(Handled, 2)
+    assert await written(outbox, effects) == [2]
+    [letter] = await outbox.dead_letters.list()
+    assert letter.message.body == b"1"
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("boom"), SystemExit(3), asyncio.CancelledError(), RecursionError(), MemoryError()]
+)
+async def test_whatever_a_listener_raises_ends_in_a_retry_and_then_a_dead_letter(
+    make_outbox: MakeOutbox, watch: Watch, error: BaseException
+) -> None:
+    outbox = make_outbox(observers=[watch])
+
+    @listen("#", queue="q", retry_delays=(0,))
+    async def listener(body: int) -> None:
+        raise error
+
+    await emit(outbox, 1)
+    async with outbox.running(listeners=[listener]):
+        await watch.until(Handled, 2)
+    [letter] = await outbox.dead_letters.list()
+    assert (letter.reason, letter.attempt_count) == ("exhausted", 2)
+    assert letter.error.startswith(type(error).__name__) or type(error).__name__ in letter.error.splitlines()[0]
+
+
+async def test_a_policy_decides_by_the_error(make_outbox: MakeOutbox, watch: Watch) -> None:
+    outbox = make_outbox(observers=[watch], retry_delays=RetryPolicy.constant(0, attempts=3, never=(KeyError,)))
+
+    @listen("a", queue="a")
+    async def transient(body: int) -> None:
+        raise ValueError
+
+    @listen("b", queue="b")
+    async def permanent(body: int) -> None:
+        raise KeyError
+
+    @listen("c", queue="c", retry_delays=lambda attempt_count, error: 0 if attempt_count < 2 else None)
+    async def called(body: int) -> None:
+        raise ValueError
+
+    @listen("d", queue="d", retry_delays=lambda attempt_count, error: 1 / 0)
+    async def broken(body: int) -> None:
+        raise ValueError("the real reason")
+
+    for routing_key in "abcd":
+        await emit(outbox, 1, routing_key=routing_key)
+    async with outbox.running(listeners=[transient, permanent, called, broken]):
+        await watch.until(Handled, 3 + 1 + 2 + 1)
+    letters = {letter.queue: letter for letter in await outbox.dead_letters.list()}
+    assert {queue: letter.attempt_count for queue, letter in letters.items()} == {"a": 3, "b": 1, "c": 2, "d": 1}
+    assert "the real reason" in letters["d"].error
+
+
+async def test_a_listener_that_outlives_its_grace_is_abandoned_and_its_message_given_back(
+    make_outbox: MakeOutbox, watch: Watch, effects: Table
+) -> None:
+    outbox = make_outbox(observers=[watch], grace=0.2)
+    started, calls = asyncio.Event(), 0
+
+    @listen("#", queue="q")
+    async def listener(body: int, session: AsyncSession) -> None:
+        nonlocal calls
+        calls += 1
+        await session.execute(insert(effects).values(n=calls))
+        if calls == 1:
+            started.set()
+            await asyncio.sleep(3600)
+
+    await emit(outbox, 1)
+    async with outbox.running(listeners=[listener]):
+        await asyncio.wait_for(started.wait(), 20)
+    [stopped] = watch.all(Stopped)
+    assert stopped.abandoned == 1
+    [stored] = await outbox.messages()
+    assert (stored.leased_until, stored.attempt_count, stored.crash_count) == (None, 0, 0)
+    async with outbox.running(listeners=[listener]):
+        await watch.until(Handled)
+    assert await written(outbox, effects) == [2]
+
+
+async def test_a_listener_that_heeds_no_cancellation_does_not_keep_the_worker(
+    make_outbox: MakeOutbox, watch: Watch
+) -> None:
+    outbox = make_outbox(observers=[watch], grace=0.1)
+    started, release = asyncio.Event(), asyncio.Event()
+
+    @listen("#", queue="q")
+    async def stubborn(body: int) -> None:
+        started.set()
+        while not release.is_set():
+            try:
+                await release.wait()
+            except asyncio.CancelledError:
+                continue
+
+    await emit(outbox, 1)
+    began = time.monotonic()
+    async with outbox.running(listeners=[stubborn]):
+        await asyncio.wait_for(started.wait(), 20)
+    assert time.monotonic() - began < 20
+    assert watch.all(Stopped)[0].abandoned == 1
+    release.set()
+
+
+async def test_a_worker_that_is_cancelled_ends_and_gives_everything_back(make_outbox: MakeOutbox) -> None:
+    outbox = make_outbox()
+    started = asyncio.Event()
+
+    @listen("#", queue="q", concurrency=1)
+    async def listener(body: int) -> None:
+        started.set()
+        await asyncio.sleep(3600)
+
+    await emit(outbox, 1, 2, 3)
+    task = asyncio.create_task(outbox.worker([listener]))
+    await asyncio.wait_for(started.wait(), 20)
+    task.cancel()
+    async with asyncio.timeout(20):
+        await asyncio.gather(task, return_exceptions=True)
+    assert task.cancelled()
+    backlog = await outbox.backlog()
+    assert (backlog.leased, backlog.queues[0].delivered) == (0, 3)
+
+
+async def test_two_listeners_on_one_queue_are_refused(outbox: Outbox) -> None:
+    @listen("a", queue="q")
+    async def first(body: int) -> None: ...
+
+    @listen("b", queue="q")
+    async def second(body: int) -> None: ...
+
+    with pytest.raises(ConfigurationError, match="share the queue 'q'"):
+        await outbox.worker([first, second])
+
+
+async def test_a_listener_without_a_place_for_the_body_is_refused_before_anything_is_touched(outbox: Outbox) -> None:
+    @listen("#", queue="q")
+    async def listener(routing_key: str) -> None: ...
+
+    await emit(outbox, 1)
+    with pytest.raises(ConfigurationError, match="exactly one argument takes the body"):
+        await outbox.worker([listener])
+    assert await outbox.bindings() == []
+
+
+async def test_a_rejected_message_is_dead_without_retries(make_outbox: MakeOutbox, watch: Watch) -> None:
+    outbox = make_outbox(observers=[watch], redact_error=lambda text: text.replace("4111-1111", "****"))
+
+    @listen("#", queue="q")
+    async def listener(body: int) -> None:
+        raise Reject("card 4111-1111 is no card")
+
+    await emit(outbox, 1)
+    async with outbox.running(listeners=[listener]):
+        await watch.until(Handled)
+    [letter] = await outbox.dead_letters.list()
+    assert (letter.reason, letter.attempt_count) == ("rejected", 1)
+    assert "card **** is no card" in letter.error
