@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from importlib.metadata import entry_points
+from importlib.metadata import entry_points, metadata
 from importlib.util import find_spec
 from typing import Any, cast
 
@@ -43,7 +43,7 @@ def transport_for(value: object) -> Transport:
     raise ConfigurationError(f"transport={type(value).__name__}: a URL, a Transport, or `async def publish(message)`")
 
 
-def async_url(text: str) -> URL:
+def async_url(text: str | URL) -> URL:
     """A database URL with a driver for the event loop."""
     url = parse_url(text)
     return _with_driver(url, store_class(url.get_backend_name()).async_drivers)
@@ -54,13 +54,15 @@ def sync_url(url: URL) -> URL:
     return _with_driver(url, store_class(url.get_backend_name()).sync_drivers)
 
 
-def parse_url(text: str) -> URL:
+def parse_url(text: str | URL) -> URL:
     """A database URL; an error does not repeat it, because it may hold a password."""
+    if isinstance(text, URL):
+        return text
     if text.startswith("postgres://"):
         text = "postgresql" + text.removeprefix("postgres")
     try:
         return make_url(text)
-    except ArgumentError:
+    except (ArgumentError, ValueError):
         raise ConfigurationError(
             "db_engine_url is not a database URL: write for example postgresql+asyncpg://user:password@host/database "
             "or sqlite+aiosqlite:///orders.db"
@@ -70,13 +72,21 @@ def parse_url(text: str) -> URL:
 def _with_driver(url: URL, drivers: tuple[str, ...]) -> URL:
     backend, _, driver = url.drivername.partition("+")
     if driver in drivers:
+        if find_spec(_DRIVER_MODULES.get(driver, driver)) is None:
+            raise _missing(backend, (driver,))
         return url
     for wanted in drivers:
         if find_spec(_DRIVER_MODULES.get(wanted, wanted)) is not None:
             return url.set(drivername=f"{backend}+{wanted}")
-    raise ConfigurationError(
+    raise _missing(backend, drivers)
+
+
+def _missing(backend: str, drivers: tuple[str, ...]) -> ConfigurationError:
+    extras = metadata("transactional-outbox").get_all("Provides-Extra") or []
+    package = f"'transactional-outbox[{drivers[0]}]'" if drivers[0] in extras else drivers[0]
+    return ConfigurationError(
         f"no driver for {backend} is installed: one of {', '.join(drivers)} is needed, "
-        f"for example pip install 'transactional-outbox[{drivers[0]}]'"
+        f"for example pip install {package}"
     )
 
 
@@ -84,6 +94,9 @@ def _load(group: str, name: str, missing: str) -> Any:
     found = entry_points(group=group)
     for point in found:
         if point.name == name:
-            return point.load()
+            try:
+                return point.load()
+            except ImportError as error:
+                raise ConfigurationError(f"{name} needs a module that is not installed: {error}") from error
     known = ", ".join(sorted(point.name for point in found)) or "none"
     raise ConfigurationError(missing.format(name=name, known=known))

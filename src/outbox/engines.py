@@ -78,13 +78,11 @@ class Engines:
 
     async def close(self) -> None:
         """Dispose of what was made here, and only of that."""
-        for name in ("asynchronous", "_safe"):
-            engine = self.__dict__.pop(name, None)
-            if engine is not None and engine is not self._settings.db_engine:
-                await engine.dispose()
-        plain = self.__dict__.pop("synchronous", None)
-        if plain is not None:
-            plain.dispose()
+        made = {self.__dict__[name] for name in ("asynchronous", "_safe") if name in self.__dict__}
+        for engine in made - {self._settings.db_engine}:
+            await engine.dispose()
+        if "synchronous" in self.__dict__:
+            self.synchronous.dispose()
 
 
 class ListenerSessions:

@@ -223,7 +223,10 @@ class Outbox:
     async def message_relay(self) -> None:
         """Hand stored messages to the transport until SIGINT or SIGTERM."""
         with on_signals() as shutdown:
-            await self.run(shutdown, relay=True)
+            try:
+                await self.run(shutdown, relay=True)
+            finally:
+                await self.close()
 
     async def worker(self, listeners: Sequence[Listener]) -> int:
         """Serve listeners until SIGINT or SIGTERM; how many were abandoned because their grace ended.
@@ -231,7 +234,10 @@ class Outbox:
         Where the database is the transport this needs no relay beside it.
         """
         with on_signals() as shutdown:
-            return await self.run(shutdown, listeners=listeners)
+            try:
+                return await self.run(shutdown, listeners=listeners)
+            finally:
+                await self.close()
 
     @asynccontextmanager
     async def running(self, *, relay: bool = False, listeners: Sequence[Listener] = ()) -> AsyncIterator[None]:
@@ -403,7 +409,7 @@ class Outbox:
         await self.store.create_tables()
 
     async def close(self) -> None:
-        """Let go of connections. Engines that were given stay as they are."""
+        """Let go of connections; whoever goes on gets new ones. Engines that were given stay as they are."""
         for store in self._stores.values():
             await store.close()
         if "engines" in self.__dict__:

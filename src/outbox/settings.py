@@ -9,15 +9,17 @@ from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import Any, Self
 
-from sqlalchemy import Engine
+from sqlalchemy import URL, Engine
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from outbox.core.binding import check_name
 from outbox.core.durations import IMMEDIATELY, NEVER, Retention, Seconds, as_delay, as_lifetime, parse_duration
 from outbox.core.errors import ConfigurationError, TimeInvalid
 from outbox.core.events import Observer
 from outbox.core.message import LARGEST_BODY
 from outbox.core.retry import RetryFunction, RetryPolicy, as_retry_policy
 from outbox.core.store import DISCARD
+from outbox.stores.tables import LONGEST_SCHEMA, LONGEST_TABLE, check_identifier
 
 PREFIX = "OUTBOX_"
 
@@ -55,7 +57,7 @@ def _whole(text: str) -> int:
 def _object(text: str) -> dict[str, str]:
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
         raise ConfigurationError('not a JSON object: write for example {"audit.#": "discard"}')
@@ -163,6 +165,13 @@ class Settings:
     def __post_init__(self) -> None:
         if self.db_engine is not None and self.db_engine_url is not None:
             raise ConfigurationError("db_engine and db_engine_url are two ways to say the same: give one of them")
+        if self.db_engine is not None and not isinstance(self.db_engine, AsyncEngine | Engine):
+            raise ConfigurationError(f"db_engine={type(self.db_engine).__name__}: an AsyncEngine or Engine")
+        if self.db_engine_url is not None and not isinstance(self.db_engine_url, str | URL):
+            raise ConfigurationError(f"db_engine_url={type(self.db_engine_url).__name__}: a URL")
+        for name, longest in (("table_name", LONGEST_TABLE), ("schema", LONGEST_SCHEMA)):
+            if getattr(self, name) is not None:
+                check_identifier(getattr(self, name), name, longest)
         for name in ("poll_interval", "lease", "grace"):
             self._set(name, self._checked(name, as_lifetime if name != "grace" else as_delay))
         if self.expiration is not None:
@@ -173,6 +182,11 @@ class Settings:
                 raise ConfigurationError(f"{name}={value!r}: a whole number, at least 1")
         for name in ("clean_up_after", "inbox_retention"):
             self._check_retention(name)
+        if self.redact_error is not None and not callable(self.redact_error):
+            raise ConfigurationError("redact_error is a function of the error's text")
+        observers = self.observers
+        if observers is not None and not (isinstance(observers, Sequence) and all(map(callable, observers))):
+            raise ConfigurationError("observers is a list of functions of an event")
         self._set("retry_delays", as_retry_policy(self.retry_delays))
         relay = self.relay_retry_delays
         endless = RetryPolicy.exponential(1, 2, cap=timedelta(minutes=5), jitter=0.2)
@@ -206,15 +220,19 @@ class Settings:
     def _check_retention(self, name: str) -> None:
         value = getattr(self, name)
         if isinstance(value, str) and value.upper() in (IMMEDIATELY, NEVER):
-            self._set(name, value.upper())
+            value = value.upper()
+            self._set(name, value)
         elif not isinstance(value, timedelta) or value < timedelta(0):
             raise ConfigurationError(f"{name}={value!r}: IMMEDIATELY, NEVER, or a timedelta")
-        if name == "inbox_retention" and value == IMMEDIATELY:
+        if name == "inbox_retention" and value in (IMMEDIATELY, timedelta(0)):
             raise ConfigurationError("inbox_retention=IMMEDIATELY would forget a message before its copy arrives")
 
     def _check_unroutable(self) -> None:
+        if self.unroutable is not None and not isinstance(self.unroutable, Mapping):
+            raise ConfigurationError('unroutable is a mapping such as {"audit.#": "discard"}')
         rules = dict(self.unroutable or {})
         for pattern, action in rules.items():
+            check_name(pattern, "binding key of unroutable")
             if action != DISCARD:
                 raise ConfigurationError(f"unroutable={{{pattern!r}: {action!r}}}: the only action is {DISCARD!r}")
         self._set("unroutable", rules)

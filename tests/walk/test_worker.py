@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -209,6 +210,32 @@ async def test_a_worker_that_lost_its_lease_cannot_commit_its_listeners_session(
     assert (lost.phase, lost.queue) == ("completion", "q")
 
 
+async def test_what_a_dead_worker_held_in_several_queues_comes_back_without_long_pauses(
+    make_outbox: MakeOutbox, watch: Watch
+) -> None:
+    """Suspects come one at a time; whoever has to wait for another queue's is told when it is gone."""
+    outbox = make_outbox(observers=[watch], poll_interval=30)
+
+    def listener(queue: str) -> Any:
+        @listen("order.*", queue=queue)
+        async def work(body: int) -> None: ...
+
+        return work
+
+    listeners = [listener(queue) for queue in ("a", "b", "c")]
+    await outbox.store.bind([each.binding for each in listeners])
+    await emit(outbox, *range(10))
+    await outbox.store.route(100, {})
+    held = [outbox.store.claim(10, lease=timedelta(seconds=0.2), destination=queue) for queue in ("a", "b", "c")]
+    for claim in held:
+        await claim.__aenter__()
+        claim._renewal.cancel()  # type: ignore[attr-defined]
+    await asyncio.sleep(0.25)
+    async with outbox.running(listeners=listeners):
+        handled = await watch.until(Handled, 30)
+    assert {event.attempt.crash_count for event in handled} == {1}
+
+
 async def test_plain_functions_run_in_threads_side_by_side(make_outbox: MakeOutbox, watch: Watch) -> None:
     outbox = make_outbox(observers=[watch])
     together = threading.Barrier(5, timeout=20)
@@ -307,6 +334,23 @@ async def test_whatever_a_listener_raises_ends_in_a_retry_and_then_a_dead_letter
     [letter] = await outbox.dead_letters.list()
     assert (letter.reason, letter.attempt_count) == ("exhausted", 2)
     assert letter.error.startswith(type(error).__name__) or type(error).__name__ in letter.error.splitlines()[0]
+
+
+async def test_a_listener_that_cancels_itself_has_failed(make_outbox: MakeOutbox, watch: Watch) -> None:
+    outbox = make_outbox(observers=[watch])
+
+    @listen("#", queue="q", retry_delays=(0,))
+    async def listener(body: int) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        await asyncio.sleep(1)
+
+    await emit(outbox, 1)
+    async with outbox.running(listeners=[listener]):
+        await watch.until(Handled, 2)
+    [letter] = await outbox.dead_letters.list()
+    assert (letter.reason, letter.attempt_count) == ("exhausted", 2)
 
 
 async def test_a_policy_decides_by_the_error(make_outbox: MakeOutbox, watch: Watch) -> None:

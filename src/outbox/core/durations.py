@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Final, Literal
 
-from outbox.core.errors import TimeInvalid
+from outbox.core.errors import ConfigurationError, TimeInvalid, named
 
 Seconds = int | float | timedelta
 Eta = datetime | timedelta | int | float
@@ -45,10 +46,20 @@ def as_due(eta: Eta | None) -> datetime | timedelta:
         return NO_DELAY
     if isinstance(eta, datetime):
         try:
-            return eta.astimezone(UTC)  # a naive datetime is local time
+            if eta.tzinfo is None:
+                return datetime.fromtimestamp(eta.timestamp(), UTC)  # local time; never early where clocks leave it out
+            return eta.astimezone(UTC)
         except (OverflowError, ValueError, OSError) as error:
             raise TimeInvalid(f"eta cannot be expressed in UTC: {eta!r}") from error
     return max(NO_DELAY, _as_timedelta(eta, unit=0.001, what="eta"))
+
+
+def configured(check: Callable[..., timedelta], value: Seconds, *, what: str = "delay") -> timedelta:
+    """A duration that belongs to the setup and not to a message."""
+    try:
+        return check(value, what=what)
+    except TimeInvalid as error:
+        raise ConfigurationError(str(error)) from None
 
 
 def parse_duration(text: str) -> timedelta:
@@ -84,13 +95,13 @@ def _as_timedelta(value: Seconds, *, unit: float, what: str) -> timedelta:
         delay = value
     elif isinstance(value, bool) or not isinstance(value, int | float):
         raise TimeInvalid(f"{what} must be a number or a timedelta, not {type(value).__name__}")
-    elif not math.isfinite(value):
-        raise TimeInvalid(f"{what} must be finite, not {value!r}")
     else:
         try:
+            if not math.isfinite(value):
+                raise TimeInvalid(f"{what} must be finite, not {value!r}")
             delay = timedelta(seconds=value * unit)
         except OverflowError as error:
-            raise TimeInvalid(f"{what} is out of range: {value!r}") from error
+            raise TimeInvalid(f"{what} is out of range: {named(value)}") from error
     if abs(delay) > LONGEST:
         raise TimeInvalid(f"{what} is out of range: {value!r} is more than a hundred years")
     return delay

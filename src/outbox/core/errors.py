@@ -15,6 +15,7 @@ OutboxError
 │   └── TimerIdInvalid
 ├── TransactionError            the caller's transaction cannot take the message
 │   └── SnapshotConflict        SQLite: it read before it wrote, and somebody else wrote meanwhile
+├── Undecodable                 a body is not what its listener's annotation says: a dead letter
 ├── TransportUnavailable        nothing was sent: the destination is away
 ├── LeaseLost                   another worker holds this delivery now
 └── NotFound                    no message or dead letter has that id
@@ -22,6 +23,12 @@ OutboxError
 Reject                          raised by listeners: no retries, straight to the dead letters
 NotAtomicWarning                an emit that no transaction protects
 """
+
+
+def named(value: object) -> str:
+    """A value in an error's text: short, and never an error itself."""
+    text = repr(value) if isinstance(value, str | bytes | float | bool | None) else type(value).__name__
+    return text if len(text) <= 60 else f"{text[:60]}…"
 
 
 class OutboxError(Exception):
@@ -82,6 +89,10 @@ class TransactionError(OutboxError):
 
 class SnapshotConflict(TransactionError):
     """SQLite cannot turn a transaction that has read into one that writes once somebody else has written."""
+
+
+class Undecodable(OutboxError):
+    """The body is not what the listener's annotation says."""
 
 
 class TransportUnavailable(OutboxError):

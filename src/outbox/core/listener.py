@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from outbox.core.binding import Binding
-from outbox.core.durations import Seconds, as_lifetime
+from outbox.core.binding import Binding, check_name
+from outbox.core.durations import Seconds, as_lifetime, configured
 from outbox.core.errors import ConfigurationError
 from outbox.core.retry import RetryFunction, RetryPolicy, as_retry_policy
 
@@ -38,12 +39,15 @@ class Listener:
         Binding(self.queue, self.binding_key)  # checks both
         if isinstance(self.concurrency, bool) or not isinstance(self.concurrency, int) or self.concurrency < 1:
             raise ConfigurationError(f"{self.queue}: concurrency={self.concurrency!r}, at least 1")
-        if self.max_crashes < 1:
+        if isinstance(self.max_crashes, bool) or not isinstance(self.max_crashes, int) or self.max_crashes < 1:
             raise ConfigurationError(f"{self.queue}: max_crashes={self.max_crashes!r}, at least 1")
         policy = self.retry_delays
         self._set("retry_policy", None if policy is None else as_retry_policy(policy))
-        self._set("time_limit", None if self.timeout is None else as_lifetime(self.timeout, what="timeout"))
-        self._set("lease_time", None if self.lease is None else as_lifetime(self.lease, what="lease"))
+        self._set("time_limit", None if self.timeout is None else configured(as_lifetime, self.timeout, what="timeout"))
+        self._set("lease_time", None if self.lease is None else configured(as_lifetime, self.lease, what="lease"))
+
+    def __hash__(self) -> int:
+        return hash((self.binding_key, self.queue))  # the rest need not be hashable: a list of delays is not
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.callback(*args, **kwargs)
@@ -68,6 +72,8 @@ def listen(
 ) -> Callable[[Callable[..., Any]], Listener]:
     """Make a function a Listener: `listen(binding_key, …)(callback)` is `Listener(binding_key, callback, …)`."""
 
+    check_name(binding_key, "binding key")
+
     def decorate(callback: Callable[..., Any]) -> Listener:
         return Listener(
             binding_key,
@@ -85,6 +91,8 @@ def listen(
 
 def check_listeners(listeners: Sequence[Listener]) -> None:
     """Refuse listeners that one worker cannot serve side by side, and warn about names that will not last."""
+    if isinstance(listeners, Listener):
+        raise ConfigurationError("a worker takes a list of listeners: write [listener]")
     queues: set[str] = set()
     for listener in listeners:
         if not isinstance(listener, Listener):
@@ -102,5 +110,7 @@ def check_listeners(listeners: Sequence[Listener]) -> None:
 
 
 def _queue_name(callback: Callable[..., Any]) -> str:
+    while isinstance(callback, functools.partial):
+        callback = callback.func
     named = callback if hasattr(callback, "__qualname__") else type(callback)
     return f"{named.__module__}.{named.__qualname__}".replace(".<locals>", "")

@@ -17,6 +17,7 @@ from outbox.core.errors import (
     RoutingKeyInvalid,
     TimerIdInvalid,
     TooManyHeaders,
+    named,
 )
 from outbox.core.tracking import get_tracking_ids, new_id
 
@@ -71,8 +72,9 @@ def check(message: Message, largest_body: int = LARGEST_BODY) -> None:
             f"the body of {message.routing_key!r} has {len(message.body)} bytes, more than max_body_size="
             f"{largest_body}: send a reference to the data instead, or raise max_body_size"
         )
-    if not message.content_type.isascii() or not message.content_type.isprintable() or not message.content_type:
-        raise HeaderInvalid(f"content type {message.content_type!r} is not printable ASCII")
+    kind = message.content_type
+    if not isinstance(kind, str) or not kind.isascii() or not kind.isprintable() or not 0 < len(kind) <= LONGEST_KEY:
+        raise HeaderInvalid(f"content type {named(kind)}: printable ASCII, at most {LONGEST_KEY} characters")
     if message.headers:
         _check_headers(message.headers)
 
@@ -88,7 +90,7 @@ def _check_headers(headers: Mapping[str, str]) -> None:
     size = 0
     for name, value in headers.items():
         if not isinstance(name, str) or not _HEADER_NAME.fullmatch(name):
-            raise HeaderInvalid(f"header name {name!r}: only A-Z a-z 0-9 - _ . are allowed")
+            raise HeaderInvalid(f"header name {named(name)}: only A-Z a-z 0-9 - _ . are allowed")
         if not isinstance(value, str):
             raise HeaderInvalid(f"header {name!r} is a {type(value).__name__}: header values are strings")
         if _UNSAFE.search(value):
@@ -102,7 +104,7 @@ def _check_headers(headers: Mapping[str, str]) -> None:
 
 def _check_text(text: str, what: str, error: type[Exception]) -> None:
     if not isinstance(text, str) or not text:
-        raise error(f"a {what} must be a non-empty string, not {text!r}")
+        raise error(f"a {what} must be a non-empty string, not {named(text)}")
     if _size(text, what, error) > LONGEST_KEY:
         raise error(f"a {what} has at most {LONGEST_KEY} bytes: {text[:40]!r}… has {len(text.encode())}")
     if _UNSAFE.search(text):

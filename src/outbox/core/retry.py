@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Self
 
-from outbox.core.durations import LONGEST, NO_DELAY, Seconds, as_delay
+from outbox.core.durations import LONGEST, NO_DELAY, Seconds, as_delay, configured
 from outbox.core.errors import ConfigurationError, Reject
 
 RetryFunction = Callable[[int, BaseException], Seconds | None]
@@ -31,35 +31,39 @@ class RetryPolicy:
     never: tuple[type[BaseException], ...] = ()  # do not retry these errors
 
     def __post_init__(self) -> None:
-        if self.attempts is not None and self.attempts < 1:
+        if self.attempts is not None and (not isinstance(self.attempts, int) or self.attempts < 1):
             raise ConfigurationError(f"attempts={self.attempts}: the first attempt counts, so at least 1")
-        if not 0 <= self.jitter <= 1:
+        if not isinstance(self.jitter, int | float) or not 0 <= self.jitter <= 1:
             raise ConfigurationError(f"jitter={self.jitter}: a fraction between 0 and 1")
+        for name in ("only", "never"):
+            kinds = getattr(self, name)
+            if not all(isinstance(kind, type) and issubclass(kind, BaseException) for kind in kinds):
+                raise ConfigurationError(f"{name}={kinds!r}: exception classes")
 
     @classmethod
     def constant(cls, delay: Seconds, **options: object) -> Self:
         """The same delay each time."""
-        pause = as_delay(delay)
+        pause = configured(as_delay, delay)
         return cls._with(lambda attempt_count, error: pause, options)
 
     @classmethod
     def linear(cls, first: Seconds, step: Seconds | None = None, **options: object) -> Self:
         """`first`, then `step` more each time (`first` more if no step is given)."""
-        start, more = as_delay(first), as_delay(first if step is None else step)
+        start, more = configured(as_delay, first), configured(as_delay, first if step is None else step)
         return cls._with(lambda attempt_count, error: _times(start, 1, more, attempt_count - 1), options)
 
     @classmethod
     def exponential(cls, first: Seconds = 1, factor: float = 2.0, **options: object) -> Self:
         """`first`, then `factor` times as long each time."""
-        start = as_delay(first)
-        if factor < 1:
+        start = configured(as_delay, first)
+        if not isinstance(factor, int | float) or not factor >= 1:
             raise ConfigurationError(f"factor={factor}: at least 1, or the delays would shrink")
         return cls._with(lambda attempt_count, error: _power(start, factor, attempt_count - 1), options)
 
     @classmethod
     def sequence(cls, delays: Sequence[Seconds], **options: object) -> Self:
         """These delays, one after another; none at all means no retries."""
-        pauses = tuple(as_delay(delay) for delay in delays)
+        pauses = tuple(configured(as_delay, delay, what="retry_delays") for delay in delays)
         return cls._with(
             lambda attempt_count, error: pauses[attempt_count - 1] if attempt_count <= len(pauses) else None, options
         )
@@ -84,7 +88,7 @@ class RetryPolicy:
         if pause is None or self._used_up(attempt_count, error):
             return None
         spread = 1 + self.jitter * random.uniform(-1, 1)  # noqa: S311 - spreads load, keeps no secret
-        return pause * spread
+        return pause * spread if self.cap is None else min(self.cap, pause * spread)
 
     def _retries(self, error: BaseException) -> bool:
         return not isinstance(error, self.never) and (not self.only or isinstance(error, self.only))
@@ -108,10 +112,12 @@ class RetryPolicy:
         policy = cls(shape=shape)
         for name in ("cap", "total"):
             if options.get(name) is not None:
-                options[name] = as_delay(options[name], what=name)  # type: ignore[arg-type]
+                options[name] = configured(as_delay, options[name], what=name)  # type: ignore[arg-type]
         for name in ("only", "never"):
             if isinstance(options.get(name), type):
                 options[name] = (options[name],)
+            elif name in options:
+                options[name] = tuple(options[name])  # type: ignore[arg-type]
         return replace(policy, **options)  # type: ignore[arg-type]
 
 

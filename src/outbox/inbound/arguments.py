@@ -7,7 +7,8 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from inspect import Parameter
-from typing import Any
+from types import NoneType, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
@@ -33,7 +34,7 @@ class Arguments:
     _body_name: str
     _decode: Decoder
     _fillers: tuple[tuple[str, Filler], ...]
-    _positional: tuple[str, ...]
+    _positional: tuple[Parameter, ...]
 
     @classmethod
     def of(cls, listener: Listener) -> Arguments:
@@ -47,8 +48,10 @@ class Arguments:
         for parameter in signature.parameters.values():
             if parameter.kind not in _POSITIONAL:
                 continue
-            kind = parameter.annotation
+            kind = _plain(parameter.annotation)
             if _is(kind, AsyncSession) or _is(kind, Session):
+                if session is not None:
+                    raise ConfigurationError(f"{listener.queue}: one session is enough, there is one transaction")
                 session, session_name = (AsyncSession if _is(kind, AsyncSession) else Session), parameter.name
             elif kind is Message:
                 fillers.append((parameter.name, _message))
@@ -57,6 +60,8 @@ class Arguments:
             else:
                 others.append(parameter)
         body = _body(listener, others)
+        if inspect.isgeneratorfunction(listener.callback) or inspect.isasyncgenfunction(listener.callback):
+            raise ConfigurationError(f"{listener.queue}: calling a generator runs nothing; remove its yield")
         is_async = _is_async(listener.callback)
         if session is AsyncSession and not is_async:
             raise ConfigurationError(
@@ -66,8 +71,12 @@ class Arguments:
             raise ConfigurationError(
                 f"{listener.queue}: an async function would block on a Session; ask for AsyncSession"
             )
-        positional = tuple(p.name for p in signature.parameters.values() if p.kind is Parameter.POSITIONAL_ONLY)
-        return cls(is_async, session, session_name, body.name, decoder(body.annotation), tuple(fillers), positional)
+        positional = tuple(p for p in signature.parameters.values() if p.kind is Parameter.POSITIONAL_ONLY)
+        try:
+            decode = decoder(body.annotation)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{listener.queue}: {error}") from error
+        return cls(is_async, session, session_name, body.name, decode, tuple(fillers), positional)
 
     def bind(self, delivery: Delivery) -> dict[str, Any]:
         """The values for one delivery, all but the session; raises Undecodable."""
@@ -82,7 +91,8 @@ class Arguments:
             values = values | {self._session_name: session}
         if self._positional:
             values = dict(values)
-            return callback(*(values.pop(name) for name in self._positional if name in values), **values)
+            first = [values.pop(parameter.name, parameter.default) for parameter in self._positional]
+            return callback(*first, **values)
         return callback(**values)
 
 
@@ -119,8 +129,20 @@ def _signature(listener: Listener) -> inspect.Signature:
         raise ConfigurationError(
             f"{listener.queue}: an annotation cannot be resolved ({error}); define {error.name!r} in its module"
         ) from error
+    except (AttributeError, SyntaxError, ArithmeticError, LookupError) as error:
+        raise ConfigurationError(f"{listener.queue}: an annotation cannot be resolved ({error})") from error
     except (TypeError, ValueError) as error:
         raise ConfigurationError(f"{listener.queue}: the callback has no signature to read: {error}") from error
+
+
+def _plain(annotation: Any) -> Any:
+    """An annotation without its Annotated and its `| None`."""
+    if get_origin(annotation) is Annotated:
+        return _plain(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        others = [each for each in get_args(annotation) if each is not NoneType]
+        return _plain(others[0]) if len(others) == 1 else annotation
+    return annotation
 
 
 def _is(annotation: object, kind: type) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Callable
 from concurrent.futures import Executor
 from contextlib import AbstractAsyncContextManager, nullcontext
@@ -95,7 +96,7 @@ class Call:
     async def _in_thread(self, delivery: Delivery, values: dict[str, Any]) -> None:
         work: Callable[[], None]
         if self.arguments.session is None:
-            work = lambda: self.arguments.call(self._callback, values)  # noqa: E731 - two ways to do one thing
+            work = lambda: self._plainly(values)  # noqa: E731 - two ways to do one thing
         else:
             work = lambda: self._in_plain_session(delivery, values)  # noqa: E731
         async with self._turn():
@@ -113,8 +114,17 @@ class Call:
             session.begin(),
             inbox.entered(session.connection(), queue, delivery),
         ):
-            self.arguments.call(self._callback, values, session)
+            self._plainly(values, session)
             session.flush()
+
+    def _plainly(self, values: dict[str, Any], session: object = None) -> None:
+        try:
+            returned = self.arguments.call(self._callback, values, session)
+        except StopIteration as error:
+            raise RuntimeError("the listener raised StopIteration") from error  # no future can carry one
+        if inspect.iscoroutine(returned):
+            returned.close()
+            raise TypeError("the listener returned a coroutine that nobody awaits: make it `async def`")
 
     def _turn(self) -> AbstractAsyncContextManager[None]:
         return nullcontext() if self._sessions is None or not self.in_transaction else self._sessions.turn()

@@ -9,10 +9,9 @@ from collections.abc import Callable
 from datetime import timedelta
 
 from outbox.core.attempt import Attempt, Dead, Done, Outcome, Reason, Released, RetryIn
-from outbox.core.body import Undecodable
-from outbox.core.cancellation import cancelled_from_outside
+from outbox.core.cancellation import ABANDONED
 from outbox.core.dead_letter import clean
-from outbox.core.errors import LeaseLost, Reject
+from outbox.core.errors import LeaseLost, Reject, Undecodable
 from outbox.core.events import Handled, LeaseWasLost, Observer
 from outbox.core.listener import Listener
 from outbox.core.retry import RetryPolicy
@@ -66,11 +65,13 @@ class Handling:
         except LeaseLost as error:
             return Released(), error
         except asyncio.CancelledError as error:
-            if cancelled_from_outside():
+            if ABANDONED in error.args:
                 delivery.settle(Released())  # the worker gives up on this listener; somebody else may try
                 raise
-            return self._failed(attempt, error), error
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - a listener may raise anything
+            return self._failed(attempt, error), error  # the listener's own doing, or of something it called
+        except (KeyboardInterrupt, GeneratorExit):
+            raise
+        except BaseException as error:  # noqa: BLE001 - a listener may raise anything
             return self._failed(attempt, error), error
         return Done(in_transaction=self._call.in_transaction and delivery.completion() is not None), None
 
@@ -99,13 +100,13 @@ class Handling:
 
     def _text(self, error: BaseException) -> str:
         """What is stored of an error: its words first, then where it came from."""
-        words = "".join(traceback.format_exception_only(error)).strip()
-        frames = "".join(traceback.format_tb(error.__traceback__)[-8:])
-        text = f"{words}\n\n{frames}" if frames and not isinstance(error, Undecodable) else words
         try:
+            words = f"{type(error).__name__}: {error}"
+            frames = "".join(traceback.format_tb(error.__traceback__)[-8:])
+            text = f"{words}\n\n{frames}" if frames and not isinstance(error, Undecodable) else words
             return clean(self._redact_error(clean(text)))
-        except Exception as redaction_error:  # noqa: BLE001 - what could not be redacted is not shown
-            return f"{type(error).__name__} (redact_error raised {type(redaction_error).__name__})"
+        except Exception as failure:  # noqa: BLE001 - what could not be written or redacted is not shown
+            return f"{type(error).__name__} (its text could not be had: {type(failure).__name__})"
 
 
 def _phase(outcome: Outcome) -> str:

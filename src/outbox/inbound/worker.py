@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from outbox.core.attempt import Released
+from outbox.core.cancellation import ABANDONED
 from outbox.core.events import Observer, Troubled
 from outbox.core.listener import Listener
 from outbox.core.pace import Pace
@@ -102,7 +103,7 @@ class Worker:
         await _end([abandoning, ending])
         left = list(self._running)
         for task in left:
-            task.cancel()
+            task.cancel(ABANDONED)
         if left:
             await asyncio.wait(left, timeout=LAST_WORDS)  # one that does not heed its cancellation is left behind
         return len(left)

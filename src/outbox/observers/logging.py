@@ -37,10 +37,10 @@ class LoggingObserver:
                     for message in messages:
                         logger.info("emitted %s %s", message.routing_key, message.id)
             case Routed(queue, count):
-                logger.debug("routed %d messages to %s", count, queue)
+                logger.debug("routed %d message(s) to %s", count, queue)
             case Unroutable(routing_key, count):
                 logger.warning(
-                    "no queue is bound to %s: %d messages wait; start a worker that listens to it, or see unroutable=",
+                    "no queue is bound to %s: %d message(s) wait; start a worker that listens, or see unroutable=",
                     routing_key,
                     count,
                 )
@@ -123,4 +123,4 @@ def _words(error: BaseException) -> str:
 
 
 def _first_line(text: str) -> str:
-    return text.split("\n", 1)[0][:500]
+    return "".join(each if each.isprintable() else "�" for each in text.split("\n", 1)[0][:500])

@@ -14,6 +14,8 @@ BATCH = 1000  # rows in one statement
 class Cleanup:
     """A relay's rounds over what is expired, sent long ago, or remembered long enough."""
 
+    batch_size = BATCH
+
     def __init__(
         self, store: Store, *, clean_up_after: Retention, inbox_retention: Retention, observe: Observer
     ) -> None:
@@ -23,13 +25,13 @@ class Cleanup:
         self._observe = observe
 
     async def round(self) -> int:
-        """One batch of each kind; how many rows left."""
+        """One batch of each kind; how many rows went."""
         gone = self._tell("expired", await self._store.expire(BATCH))
         if isinstance(self._clean_up_after, timedelta):
             gone += self._tell("sent", await self._store.purge(self._clean_up_after, BATCH))
         if isinstance(self._inbox_retention, timedelta):
             gone += self._tell("inbox", await self._store.purge_inbox(self._inbox_retention, BATCH))
-        return gone if gone >= BATCH else 0  # a batch that is not full leaves nothing for the next one
+        return gone
 
     def _tell(self, what: str, count: int) -> int:
         if count:

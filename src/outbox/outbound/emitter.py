@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar
 
 from sqlalchemy import Connection
@@ -13,7 +13,7 @@ from sqlalchemy.orm import Session, scoped_session
 
 from outbox.core import body as bodies
 from outbox.core.durations import Eta, Seconds, as_due, as_lifetime
-from outbox.core.errors import NotAtomicWarning, TransactionError
+from outbox.core.errors import HeaderInvalid, NotAtomicWarning, TimeInvalid, TransactionError
 from outbox.core.events import Emitted, Observer
 from outbox.core.message import Message, Schedule, check, check_timer_id
 from outbox.core.store import Store
@@ -55,7 +55,7 @@ class Emitter:
             routing_key=routing_key,
             body=encoded,
             content_type=content_type or default_type,
-            headers=dict(headers) if headers else {},
+            headers=_as_headers(headers),
             key=key(body) if callable(key) else key,
         )
         check(message, self._max_body_size)
@@ -66,7 +66,10 @@ class Emitter:
         if timer_id is not None:
             check_timer_id(timer_id)
         lifetime = self._expiration if expiration is None else as_lifetime(expiration)
-        return Schedule(due=as_due(eta), expiration=lifetime, timer_id=timer_id)
+        due = as_due(eta)
+        if isinstance(due, datetime) and lifetime is not None and lifetime > datetime.max.replace(tzinfo=UTC) - due:
+            raise TimeInvalid(f"expiration ends after the year 9999: {lifetime} from {due}")
+        return Schedule(due=due, expiration=lifetime, timer_id=timer_id)
 
     def messages(self, routing_key: str, many: Iterable[object], **options: Any) -> list[Message]:
         """A checked message for each body."""
@@ -109,6 +112,12 @@ class Emitter:
                 stacklevel=2,
             )
         return self._store_for(connection.dialect.name), connection
+
+
+def _as_headers(headers: Mapping[str, str] | None) -> dict[str, str]:
+    if headers is not None and not isinstance(headers, Mapping):
+        raise HeaderInvalid(f"headers are a mapping of names to values, not {type(headers).__name__}")
+    return dict(headers or {})
 
 
 async def in_session(session: AnySession, work: Callable[..., Result], *arguments: object) -> Result:

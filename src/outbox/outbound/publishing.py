@@ -32,14 +32,14 @@ class Publisher:
     ) -> None:
         self._store = store
         self._transport = transport
-        self._batch_size = batch_size
+        self.batch_size = batch_size
         self._lease = lease
         self._retry_policy = retry_policy
         self._observe = observe
 
     async def round(self) -> int:
         """Publish one batch; how many messages it held."""
-        async with self._store.claim(self._batch_size, lease=self._lease) as claim:
+        async with self._store.claim(self.batch_size, lease=self._lease) as claim:
             if not claim.attempts:
                 return 0
             published = await self._publish(claim.attempts)

@@ -16,11 +16,16 @@ SHORTEST_TROUBLE, LONGEST_TROUBLE = 0.2, 30.0  # seconds of pause after an error
 class Round(Protocol):
     """One batch of a relay's work: a router's or a publisher's."""
 
-    async def round(self) -> int: ...
+    @property
+    def batch_size(self) -> int: ...
+
+    async def round(self) -> int:
+        """How much of a batch there was."""
+        ...
 
 
 class Relay:
-    """Runs rounds: at once while there is work, then at a growing pace, sooner when it is woken."""
+    """Runs rounds: at once while batches are full, then at a growing pace, sooner when it is woken."""
 
     def __init__(
         self,
@@ -45,7 +50,7 @@ class Relay:
                 taken = await self._work.round()
                 if taken:
                     self._pace.reset()
-                else:
+                if taken < self._work.batch_size:  # nothing is left, or somebody would have rung the bell
                     await unless(stop, self._wait(self._pace.pause()))
                 self._trouble.reset()
             except Exception as error:  # noqa: BLE001 - a relay outlives whatever its database or broker throws

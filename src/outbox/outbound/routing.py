@@ -13,13 +13,13 @@ class Router:
 
     def __init__(self, store: Store, *, batch_size: int, unroutable: Mapping[str, str], observe: Observer) -> None:
         self._store = store
-        self._batch_size = batch_size
+        self.batch_size = batch_size
         self._unroutable = unroutable
         self._observe = observe
 
     async def round(self) -> int:
         """Route one batch; how many messages it held."""
-        routing = await self._store.route(self._batch_size, self._unroutable)
+        routing = await self._store.route(self.batch_size, self._unroutable)
         if routing.routed:
             self._store.announce(*routing.routed)
         for queue, count in routing.routed.items():

@@ -1,8 +1,9 @@
 """Notifier: wakes sleepers in other processes through PostgreSQL.
 
-NOTIFY takes a lock that every committing transaction of the server waits for, so it never runs in the caller's
-transaction: it goes out after the commit, from a connection of ours, at most once in a moment, and only if somebody
-sleeps. Whoever sleeps says so in the state table. Losing a wake-up costs time, never a message: everybody polls.
+A transaction that notifies takes one lock of the whole server when it commits, and those that do wait for each other.
+So NOTIFY never runs in the caller's transaction: it goes out after the commit, from a connection of ours, at most once
+in a moment, and only if somebody sleeps. Whoever sleeps says so in the state table. Losing a wake-up costs time, never
+a message: everybody polls.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class Notifier:
         self._notifying: asyncio.Task[None] | None = None
         self._listening: asyncio.Task[None] | None = None
         self._said_asleep_at = -NAP
+        self._warm = False  # whether a notification went out before, so that a connection is there
 
     def notify(self, destinations: Iterable[str | None]) -> None:
         """Wake other processes soon. Where no event loop runs nobody is told, and the sleepers' polls find it."""
@@ -83,12 +85,17 @@ class Notifier:
         if self._loop is not loop:
             self._loop, self._notifying, self._listening = loop, None, None
             self._said_asleep_at = -NAP
+            self._warm = False
 
     async def _notify(self) -> None:
+        if not self._warm:
+            # A script that emits and ends shall not be met in the middle of connecting.
+            await asyncio.sleep(2 * MOMENT)
         while self._pending:
             destinations, self._pending = sorted(self._pending), set()
             try:
                 await self._store.apply(lambda connection: self._send(connection, destinations))  # noqa: B023
+                self._warm = True
             except (SQLAlchemyError, OSError) as error:
                 logger.debug("nobody was woken: %s", type(error).__name__)
             await asyncio.sleep(MOMENT)

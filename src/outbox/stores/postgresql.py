@@ -179,7 +179,8 @@ class PostgresqlStore(SqlStore):
         return statement.with_for_update(skip_locked=True)
 
     def rows_written(self, connection: Connection) -> int:
-        sequence = func.pg_get_serial_sequence(self.messages.fullname, "id")
+        quoted = connection.dialect.identifier_preparer.format_table(self.messages)
+        sequence = func.pg_get_serial_sequence(quoted, "id")
         return int(connection.scalar(select(func.pg_sequence_last_value(sequence))) or 0)
 
     def bury(self, connection: Connection, statement: Select[Any], parameters: dict[str, Any]) -> list[int]:

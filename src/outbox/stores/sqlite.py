@@ -267,7 +267,9 @@ class _MemoryThread:
         return 0  # nobody outside of this process can write here
 
     async def close(self) -> None:
-        self._connection = self._engine = None
+        connection, self._connection, self._engine = self._connection, None, None
+        if connection is not None:
+            await connection.close()
 
     async def _driver(self) -> Any:
         if self._connection is None:

@@ -42,8 +42,8 @@ _PAGES = {
 }
 
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_LONGEST_TABLE = 40  # bytes; PostgreSQL cuts names at 63, and the longest derived one adds 20
-_LONGEST_SCHEMA = 63
+LONGEST_TABLE = 40  # bytes; PostgreSQL cuts names at 63, and the longest derived one adds 20
+LONGEST_SCHEMA = 63
 
 _id = BigInteger().with_variant(Integer, "sqlite")
 
@@ -62,9 +62,9 @@ class Tables:
     @classmethod
     def named(cls, table_name: str, schema: str | None = None) -> Tables:
         """The tables of the outbox called `table_name`."""
-        _check_identifier(table_name, "table_name", _LONGEST_TABLE)
+        check_identifier(table_name, "table_name", LONGEST_TABLE)
         if schema is not None:
-            _check_identifier(schema, "schema", _LONGEST_SCHEMA)
+            check_identifier(schema, "schema", LONGEST_SCHEMA)
         metadata = MetaData(schema=schema)
         tables = cls(
             metadata=metadata,
@@ -177,7 +177,7 @@ def _tune(table: Table) -> None:
     event.listen(table, "after_create", statement.execute_if(dialect="postgresql"))
 
 
-def _check_identifier(name: str, what: str, longest: int) -> None:
+def check_identifier(name: str, what: str, longest: int) -> None:
     if not isinstance(name, str) or not _IDENTIFIER.fullmatch(name):
         raise ConfigurationError(f"{what}={name!r}: letters, digits and underscores, not starting with a digit")
     if len(name) > longest:

@@ -37,7 +37,7 @@ class DatabaseTransport:
         self._store = store
         self._lease = lease
         self._poll_interval = poll_interval
-        self._held = _Held()
+        self._held = _Held(store.announce)
 
     @property
     def dead_letters(self) -> DeadLetters:
@@ -145,37 +145,35 @@ class DatabaseDeliveries:
                 if len(self._ready) > size // 2 or room < max(1, size // 2):
                     self._room.clear()
                     await self._room.wait()
-                elif await self._claim(room):
-                    self._pace.reset()
-                else:
+                elif not await self._claim(room):
                     await self._store.wait(self._pace.pause(), destination=self._queue)
         finally:
             self._arrived.set()
 
     async def _claim(self, room: int) -> bool:
-        """Take a claim, held by a task of its own until all of it is settled; says whether there was anything."""
+        """Take a claim, held by a task of its own until all of it is settled; says whether there may be more."""
         taken: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._held.start(self._hold(room, taken), name=f"outbox lease on {self._queue}")
         count = await asyncio.shield(taken)
         self._appetite.had(count, room)
-        return count > 0
+        if count:
+            self._pace.reset()
+        return count >= room
 
     async def _hold(self, room: int, taken: asyncio.Future[int]) -> None:
         try:
-            with self._held.leave() as leave:
-                async with self._store.claim(
-                    room, lease=self._lease, destination=self._queue, suspects=leave.granted
-                ) as claim:
-                    if not any(attempt.crash_count for attempt in claim.attempts):
-                        leave.give_back()
-                    if self._closed:
-                        return  # leaving gives everything back
-                    with self._held.batch(_Batch(claim, self._settled)) as batch:
-                        self._unsettled += len(claim.attempts)
-                        self._ready.extend(DatabaseDelivery(attempt, batch) for attempt in claim.attempts)
-                        self._arrived.set()
-                        taken.set_result(len(claim.attempts))
-                        await batch.write()
+            async with self._store.claim(
+                room, lease=self._lease, destination=self._queue, suspects=self._held.wants_suspect(self._queue)
+            ) as claim:
+                suspect = any(attempt.crash_count for attempt in claim.attempts)
+                if self._closed or (suspect and not self._held.wants_suspect(self._queue)):
+                    return  # leaving gives everything back
+                with self._held.batch(_Batch(claim, self._settled), suspect=suspect) as batch:
+                    self._unsettled += len(claim.attempts)
+                    self._ready.extend(DatabaseDelivery(attempt, batch) for attempt in claim.attempts)
+                    self._arrived.set()
+                    taken.set_result(len(claim.attempts))
+                    await batch.write()
         except Exception as error:
             if taken.done():
                 raise
@@ -262,44 +260,43 @@ class _Batch:
 
 
 class _Held:
-    """The claims that are open, each in a task of its own."""
+    """The claims that are open, each in a task of its own.
 
-    def __init__(self) -> None:
+    No more than one of them is a suspect: of two, the one that kills its worker again would condemn the other.
+    """
+
+    def __init__(self, announce: Callable[..., None]) -> None:
+        self._announce = announce
         self._tasks: set[asyncio.Task[None]] = set()
         self._batches: set[_Batch] = set()
-        self._suspect: _Leave | None = None
+        self._suspect: _Batch | None = None
+        self._waiting: set[str] = set()  # queues that may hold suspects which nobody may take yet
 
     def start(self, holding: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(holding, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
 
+    def wants_suspect(self, queue: str) -> bool:
+        """Whether a suspect may be claimed; if not, the queue is told when one may."""
+        if self._suspect is not None:
+            self._waiting.add(queue)
+        return self._suspect is None
+
     @contextmanager
-    def batch(self, batch: _Batch) -> Iterator[_Batch]:
+    def batch(self, batch: _Batch, *, suspect: bool) -> Iterator[_Batch]:
         self._batches.add(batch)
+        if suspect:
+            self._suspect = batch
         try:
             yield batch
         finally:
             self._batches.discard(batch)
             batch.end()
-
-    @contextmanager
-    def leave(self) -> Iterator[_Leave]:
-        """Leave to hold the one suspect that a process may have in hand, if nobody holds one."""
-        leave = _Leave(self)
-        if self._suspect is None:
-            self._suspect = leave
-        try:
-            yield leave
-        finally:
-            leave.give_back()
-
-    def holds(self, leave: _Leave) -> bool:
-        return self._suspect is leave
-
-    def give_back(self, leave: _Leave) -> None:
-        if self._suspect is leave:
-            self._suspect = None
+            if suspect:
+                self._suspect = None
+                waiting, self._waiting = self._waiting, set()
+                self._announce(*waiting)
 
     async def close(self) -> None:
         for batch in self._batches:
@@ -314,20 +311,6 @@ class _Held:
         self._tasks.discard(task)
         if not task.cancelled():
             task.exception()  # a claim that could not be written runs out: later, not lost
-
-
-class _Leave:
-    """Two suspects in hand, and the one that kills its worker again would condemn the other."""
-
-    def __init__(self, held: _Held) -> None:
-        self._held = held
-
-    @property
-    def granted(self) -> bool:
-        return self._held.holds(self)
-
-    def give_back(self) -> None:
-        self._held.give_back(self)
 
 
 class _Appetite:

@@ -1,0 +1,267 @@
+"""Adapters: which store serves a database, which transport a URL, and how third parties add theirs."""
+
+import asyncio
+import re
+import sys
+import textwrap
+from collections.abc import Callable
+from importlib.metadata import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import make_url
+
+from outbox import ConfigurationError, Message, Outbox, OutboxError
+from outbox.adapters import async_url, parse_url, store_class, sync_url, transport_for
+from outbox.core.transport import Published
+from outbox.stores.postgresql import PostgresqlStore
+from outbox.stores.sqlite import SqliteStore
+from outbox.transports.function import FunctionTransport
+from outbox.transports.memory import MemoryTransport
+
+Missing = Callable[..., None]
+
+
+@pytest.fixture
+def missing(monkeypatch: pytest.MonkeyPatch) -> Missing:
+    """Make modules impossible to import, as if they were not installed."""
+
+    def block(*names: str) -> None:
+        for name in names:
+            for loaded in [each for each in sys.modules if each == name or each.startswith(f"{name}.")]:
+                monkeypatch.delitem(sys.modules, loaded)
+            monkeypatch.setitem(sys.modules, name, None)
+
+    return block
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """Install a distribution called `acme` for the length of a test."""
+
+    def install(entry_points: str, source: str) -> None:
+        (tmp_path / "acme_outbox.py").write_text(textwrap.dedent(source))
+        about = tmp_path / "acme-1.0.dist-info"
+        about.mkdir()
+        (about / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
+        (about / "entry_points.txt").write_text(textwrap.dedent(entry_points))
+        monkeypatch.syspath_prepend(str(tmp_path))
+        monkeypatch.delitem(sys.modules, "acme_outbox", raising=False)
+
+    return install
+
+
+# Databases.
+
+
+@pytest.mark.parametrize(
+    ("url", "driver"),
+    [
+        ("sqlite://", "sqlite+aiosqlite"),
+        ("sqlite:///orders.db", "sqlite+aiosqlite"),
+        ("sqlite+aiosqlite:///orders.db", "sqlite+aiosqlite"),
+        ("sqlite+pysqlite:///orders.db", "sqlite+aiosqlite"),
+        ("postgresql://u:p@h/d", "postgresql+asyncpg"),
+        ("postgres://u:p@h/d", "postgresql+asyncpg"),
+        ("postgresql+asyncpg://u:p@h/d", "postgresql+asyncpg"),
+        ("postgresql+psycopg://u:p@h/d", "postgresql+psycopg"),
+        ("postgresql+psycopg2://u:p@h/d", "postgresql+asyncpg"),
+    ],
+)
+def test_a_url_gets_a_driver_that_works_with_an_event_loop(url: str, driver: str) -> None:
+    found = async_url(url)
+    assert found.drivername == driver
+    asked = make_url(url.replace("postgres:", "postgresql:"))
+    assert (found.username, found.password, found.host, found.database) == (
+        asked.username,
+        asked.password,
+        asked.host,
+        asked.database,
+    )
+
+
+@pytest.mark.parametrize(
+    ("url", "driver"),
+    [
+        ("sqlite+aiosqlite:///orders.db", "sqlite+pysqlite"),
+        ("postgresql+asyncpg://u:p@h/d", "postgresql+psycopg"),
+        ("postgresql+psycopg://u:p@h/d", "postgresql+psycopg"),
+    ],
+)
+def test_a_listener_in_a_thread_gets_a_driver_that_works_there(url: str, driver: str) -> None:
+    assert sync_url(make_url(url)).drivername == driver
+
+
+def test_what_follows_the_database_in_a_url_is_kept() -> None:
+    assert async_url("postgresql://h/d?sslmode=require&x=1").query == {"sslmode": "require", "x": "1"}
+
+
+def test_the_next_best_driver_is_taken_where_the_best_is_missing(missing: Missing) -> None:
+    missing("asyncpg")
+    assert async_url("postgresql://h/d").drivername == "postgresql+psycopg"
+
+
+@pytest.mark.parametrize(
+    ("url", "absent"),
+    [
+        pytest.param("postgresql://h/d", ("asyncpg", "psycopg"), id="PostgreSQL, any driver"),
+        pytest.param("postgresql+asyncpg://h/d", ("asyncpg", "psycopg"), id="PostgreSQL, asyncpg, nothing there"),
+        pytest.param("postgresql+asyncpg://h/d", ("asyncpg",), id="PostgreSQL, asyncpg"),
+        pytest.param("postgresql+psycopg://h/d", ("psycopg",), id="PostgreSQL, psycopg"),
+        pytest.param("sqlite:///orders.db", ("aiosqlite",), id="SQLite"),
+    ],
+)
+def test_a_missing_driver_is_named_with_an_installation_that_exists(
+    missing: Missing, url: str, absent: tuple[str, ...]
+) -> None:
+    missing(*absent)
+    with pytest.raises(ConfigurationError, match=rf"{absent[0]}.*pip install '?[a-z-]+") as caught:
+        Outbox(db_engine_url=url).store  # noqa: B018 - asking is enough
+    extras = metadata("transactional-outbox").get_all("Provides-Extra")
+    assert set(re.findall(r"transactional-outbox\[(\w+)\]", str(caught.value))) <= set(extras or ())
+
+
+def test_a_missing_driver_for_threads_is_named_as_well(missing: Missing) -> None:
+    missing("psycopg", "psycopg2")
+    with pytest.raises(ConfigurationError, match=r"transactional-outbox\[psycopg\]"):
+        sync_url(make_url("postgresql+asyncpg://h/d"))
+
+
+@pytest.mark.parametrize("url", ["mysql://h/d", "mysql+asyncmy://h/d", "oracle://h/d", "mssql+pyodbc://h/d", "x://"])
+def test_a_database_without_a_store_is_refused_with_those_there_are(url: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"no store for the database '(\w+)'.*postgresql, sqlite"):
+        async_url(url)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "orders.db", "postgresql", "//h/d", "://h/d", "postgresql:h", "postgresql://h:port/d", "postgresql://[::1/d"],
+)
+def test_what_is_no_url_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"postgresql\+asyncpg://"):
+        parse_url(text)
+
+
+def test_the_store_is_chosen_by_the_dialect() -> None:
+    assert store_class("sqlite") is SqliteStore
+    assert store_class("postgresql") is PostgresqlStore
+
+
+# Transports.
+
+
+async def publish(message: Message) -> None: ...
+
+
+class Publisher:
+    async def __call__(self, message: Message) -> None: ...
+
+    async def publish_one(self, message: Message) -> None: ...
+
+
+def test_no_transport_means_the_database() -> None:
+    assert Outbox(db_engine_url="sqlite://").transport.name == "database"
+    assert Outbox(db_engine_url="sqlite://", transport="database").transport.name == "database"
+
+
+@pytest.mark.parametrize("url", ["memory://", "memory:", "memory"])
+def test_a_transport_is_chosen_by_the_scheme(url: str) -> None:
+    assert isinstance(transport_for(url), MemoryTransport)
+
+
+def test_a_transport_is_taken_as_it_is() -> None:
+    transport = MemoryTransport()
+    assert Outbox(transport=transport).transport is transport
+
+
+@pytest.mark.parametrize("function", [publish, Publisher(), Publisher().publish_one])
+def test_an_async_function_is_a_transport(function: Any) -> None:
+    assert isinstance(transport_for(function), FunctionTransport)
+
+
+async def test_a_function_that_raises_has_not_sent() -> None:
+    async def flaky(message: Message) -> None:
+        if message.body == b"bad":
+            raise OSError("away")
+
+    good, bad = Message(routing_key="a", body=b"good"), Message(routing_key="a", body=b"bad")
+    published = await transport_for(flaky).publish([good, bad])
+    assert published.confirmed == {good.id}
+    assert published.refused[bad.id].error == "OSError: away"
+    assert not published.refused[bad.id].permanent
+
+
+async def test_a_function_whose_client_dies_leaves_the_message_in_doubt() -> None:
+    async def dying(message: Message) -> None:
+        raise asyncio.CancelledError
+
+    assert await transport_for(dying).publish([Message(routing_key="a", body=b"")]) == Published()
+
+
+@pytest.mark.parametrize(
+    "value", [None, 5, print, lambda message: None, object(), [publish], {"url": "memory://"}, b"memory://"]
+)
+def test_what_is_no_transport_is_refused_with_the_ways_to_give_one(value: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"a URL, a Transport, or `async def publish"):
+        transport_for(value)
+
+
+@pytest.mark.parametrize("url", ["", "amqp://h", "kafka://h", "memoryx://", "MEMORY", "://", "no such thing"])
+def test_an_unknown_scheme_is_refused_with_those_there_are(url: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"there are: .*memory"):
+        transport_for(url)
+
+
+# Third parties.
+
+
+def test_a_third_party_adds_a_transport_by_an_entry_point(installed: Callable[[str, str], None]) -> None:
+    installed(
+        """
+        [outbox.transports]
+        acme = acme_outbox:make
+        """,
+        """
+        from outbox.transports.memory import MemoryTransport
+
+        class AcmeTransport(MemoryTransport):
+            name = "acme"
+
+        def make(url):
+            transport = AcmeTransport()
+            transport.url = url
+            return transport
+        """,
+    )
+    transport: Any = Outbox(transport="acme://broker/1").transport
+    assert (transport.name, transport.url) == ("acme", "acme://broker/1")
+
+
+def test_a_third_party_adds_a_store_by_an_entry_point(installed: Callable[[str, str], None]) -> None:
+    installed(
+        """
+        [outbox.stores]
+        acmedb = acme_outbox:AcmeStore
+        """,
+        """
+        from outbox.stores.sqlite import SqliteStore
+
+        class AcmeStore(SqliteStore):
+            async_drivers = ("aiosqlite",)
+        """,
+    )
+    assert store_class("acmedb").__name__ == "AcmeStore"  # type: ignore[attr-defined]
+    assert async_url("acmedb://h/d").drivername == "acmedb+aiosqlite"
+
+
+def test_a_third_party_whose_client_is_missing_is_named(installed: Callable[[str, str], None]) -> None:
+    installed(
+        """
+        [outbox.transports]
+        acme = acme_outbox:make
+        """,
+        "import acme_client_that_is_not_installed",
+    )
+    with pytest.raises(OutboxError, match=r"acme_client_that_is_not_installed"):
+        transport_for("acme://broker")

@@ -1,0 +1,81 @@
+"""Imports: `import outbox` loads no driver and no broker client."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+# Each is wanted by somebody and by nobody else: who only emits must not pay for a broker's client.
+DRIVERS = ["asyncpg", "psycopg", "psycopg2", "aiosqlite", "asyncmy", "aiomysql", "pymysql", "MySQLdb", "sqlite3"]
+CLIENTS = [
+    "aio_pika",
+    "aiormq",
+    "pamqp",
+    "confluent_kafka",
+    "aiokafka",
+    "nats",
+    "redis",
+    "aiohttp",
+    "httpx",
+    "requests",
+]
+FACES = ["typer", "rich", "click", "starlette", "jinja2", "uvicorn"]
+OTHERS = ["prometheus_client", "opentelemetry", "cloudevents", "alembic", "pytest", "hypothesis", "uvloop", "orjson"]
+
+MOST_MODULES = 600  # SQLAlchemy and pydantic bring most of them; twice as many would be felt in every process
+
+
+def modules_after(statement: str) -> set[str]:
+    script = f"{statement}; import json, sys; print(json.dumps(sorted(sys.modules)))"
+    ran = subprocess.run([sys.executable, "-I", "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    return set(json.loads(ran.stdout))
+
+
+@pytest.fixture(scope="module")
+def loaded() -> set[str]:
+    """What a fresh interpreter has loaded after `import outbox`."""
+    return modules_after("import outbox")
+
+
+@pytest.mark.parametrize("name", DRIVERS + CLIENTS + FACES + OTHERS)
+def test_importing_the_library_does_not_import(loaded: set[str], name: str) -> None:
+    assert not {module for module in loaded if module == name or module.startswith(f"{name}.")}
+
+
+def test_importing_the_library_loads_only_the_parts_that_every_process_needs(loaded: set[str]) -> None:
+    ours = {module for module in loaded if module.startswith("outbox.")}
+    for part in ("stores.postgresql", "stores.sqlite", "transports.memory", "testing", "cli", "dashboard"):
+        assert not {module for module in ours if module.startswith(f"outbox.{part}")}
+
+
+def test_importing_the_library_takes_a_bounded_number_of_modules(loaded: set[str]) -> None:
+    assert len(loaded) < MOST_MODULES
+
+
+def test_setting_up_and_making_a_message_still_connects_to_nothing() -> None:
+    loaded = modules_after(
+        "import outbox; outbox.setup(db_engine_url='postgresql+asyncpg://u:p@nowhere.invalid/d'); "
+        "outbox.outbox.metadata; outbox.listen('order.created')(print); "
+        "outbox.Message(routing_key='order.created', body=b'')"
+    )
+    assert not {module for module in loaded if module.split(".")[0] in DRIVERS + CLIENTS + FACES}
+
+
+def test_one_database_is_not_paid_for_with_the_others_driver() -> None:
+    loaded = modules_after("import outbox; outbox.Outbox(db_engine_url='sqlite://').store")
+    assert "aiosqlite" in loaded
+    assert not loaded & {"asyncpg", "psycopg"}
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "from outbox import setup, emit, message_relay, listen, Listener, worker, Reject, tracking, get_tracking_ids",
+        "import outbox.sqlite; outbox.sqlite.prepare",
+        "from outbox import outbox, Outbox; assert isinstance(outbox, Outbox)",
+        "from outbox import *; emit, worker",
+    ],
+)
+def test_the_documented_imports_work_in_a_fresh_interpreter(statement: str) -> None:
+    assert "outbox" in modules_after(statement)

@@ -1,0 +1,194 @@
+"""The logging observer: events as log records. Bodies are never logged."""
+
+import logging
+from datetime import timedelta
+from typing import Any, get_args
+
+import pytest
+from sqlalchemy.exc import OperationalError
+
+from outbox import Message
+from outbox.core.attempt import Attempt, Dead, Done, Reason, Released, RetryIn
+from outbox.core.events import (
+    CleanedUp,
+    Emitted,
+    Event,
+    Handled,
+    LeaseWasLost,
+    Relayed,
+    Routed,
+    Started,
+    Stopped,
+    Troubled,
+    Unroutable,
+)
+from outbox.observers import Observers
+from outbox.observers.logging import LoggingObserver
+
+CANARY = "c4n4ry-in-the-body"
+MESSAGE = Message(
+    routing_key="order.created",
+    body=CANARY.encode(),
+    headers={"secret": CANARY},
+    key=CANARY,
+    tracking_ids=("entry", "message-1"),
+)
+ATTEMPT = Attempt(MESSAGE, 2, 7)
+SHORT = timedelta(milliseconds=12)
+LONG_ERROR = "ValueError: it broke\n\n  File somewhere\n  in the middle"
+
+CASES: list[Any] = [
+    pytest.param(Emitted([MESSAGE]), logging.INFO, ["emitted", "order.created", "message-1"], id="emitted"),
+    pytest.param(Routed("billing", 3), logging.DEBUG, ["routed", "3", "billing"], id="routed"),
+    pytest.param(Unroutable("order.lost", 2), logging.WARNING, ["order.lost", "2", "unroutable="], id="unroutable"),
+    pytest.param(Relayed(ATTEMPT, Done()), logging.INFO, ["sent", "order.created", "message-1"], id="sent"),
+    pytest.param(
+        Relayed(ATTEMPT, RetryIn(timedelta(seconds=5), LONG_ERROR)),
+        logging.WARNING,
+        ["not sent", "message-1", "5s", "it broke"],
+        id="not sent",
+    ),
+    pytest.param(
+        Relayed(ATTEMPT, Dead(Reason.REFUSED, LONG_ERROR)),
+        logging.WARNING,
+        ["dead", "refused", "message-1", "it broke"],
+        id="refused",
+    ),
+    pytest.param(Relayed(ATTEMPT, Released()), logging.DEBUG, ["gave back", "message-1"], id="relay gave back"),
+    pytest.param(
+        Handled("billing", ATTEMPT, Done(), SHORT), logging.INFO, ["handled", "message-1", "billing", "12ms"], id="done"
+    ),
+    pytest.param(
+        Handled("billing", ATTEMPT, RetryIn(timedelta(minutes=1), LONG_ERROR), SHORT, ValueError()),
+        logging.WARNING,
+        ["attempt 2", "order.created", "billing", "1m", "it broke"],
+        id="retry",
+    ),
+    pytest.param(
+        Handled("billing", ATTEMPT, Dead(Reason.UNDECODABLE, LONG_ERROR), SHORT),
+        logging.WARNING,
+        ["dead", "undecodable", "billing", "it broke"],
+        id="dead",
+    ),
+    pytest.param(
+        Handled("billing", ATTEMPT, Released(), SHORT), logging.DEBUG, ["gave back", "billing"], id="worker gave back"
+    ),
+    pytest.param(
+        LeaseWasLost("terminal", 7, "billing", 2),
+        logging.WARNING,
+        ["lease lost", "7", "billing", "terminal"],
+        id="lost",
+    ),
+    pytest.param(CleanedUp("inbox", 40), logging.DEBUG, ["cleaned up", "40", "inbox"], id="cleaned up"),
+    pytest.param(Started("worker", "transport database"), logging.INFO, ["worker", "database"], id="started"),
+    pytest.param(Stopped("relay"), logging.INFO, ["relay", "stopped"], id="stopped"),
+    pytest.param(Stopped("worker", 2), logging.WARNING, ["stopped", "2", "abandoned"], id="abandoned"),
+    pytest.param(
+        Troubled("relay", ConnectionError("away"), timedelta(seconds=2)),
+        logging.ERROR,
+        ["relay", "ConnectionError", "away", "2s"],
+        id="troubled",
+    ),
+]
+
+
+def records(caplog: pytest.LogCaptureFixture, event: Event) -> list[logging.LogRecord]:
+    with caplog.at_level(logging.DEBUG, logger="outbox"):
+        LoggingObserver()(event)
+    return caplog.records
+
+
+@pytest.mark.parametrize(("event", "level", "words"), CASES)
+def test_an_event_is_one_line_at_its_level(
+    caplog: pytest.LogCaptureFixture, event: Event, level: int, words: list[str]
+) -> None:
+    [record] = records(caplog, event)
+    text = record.getMessage()
+    assert (record.name, record.levelno) == ("outbox", level)
+    assert [word for word in words if word not in text] == []
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize(("event", "level", "words"), CASES)
+def test_no_line_holds_a_body_a_header_or_a_key(
+    caplog: pytest.LogCaptureFixture, event: Event, level: int, words: list[str]
+) -> None:
+    [record] = records(caplog, event)
+    assert CANARY not in record.getMessage()
+    assert CANARY not in str(vars(record))
+
+
+def test_every_event_there_is_has_a_line() -> None:
+    assert {type(case.values[0]) for case in CASES} == set(get_args(Event))
+
+
+def test_a_batch_of_messages_is_a_line_for_each(caplog: pytest.LogCaptureFixture) -> None:
+    messages = [Message(routing_key="order.created", body=b"") for _ in range(3)]
+    lines = [record.getMessage() for record in records(caplog, Emitted(messages))]
+    assert [message.id for message in messages] == [line.split()[-1] for line in lines]
+
+
+def test_nothing_is_written_below_the_level_that_is_set(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="outbox"):
+        for event in (Emitted([MESSAGE]), Handled("billing", ATTEMPT, Done(), SHORT), Routed("billing", 1)):
+            LoggingObserver()(event)
+    assert caplog.records == []
+
+
+def test_a_lost_lease_carries_its_facts_for_whoever_collects_logs(caplog: pytest.LogCaptureFixture) -> None:
+    [record] = records(caplog, LeaseWasLost("retry", 7, "billing", 2))
+    facts = {name: getattr(record, name) for name in ("event", "phase", "row_id", "queue", "deliveries_count")}
+    assert facts == {
+        "event": "lease_lost",
+        "phase": "retry",
+        "row_id": 7,
+        "queue": "billing",
+        "deliveries_count": 2,
+    }
+
+
+def test_the_parameters_of_a_statement_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    error = OperationalError("INSERT INTO outbox_table (body) VALUES (?)", {"body": CANARY}, OSError("disk full"))
+    assert CANARY in str(error)
+    [record] = records(caplog, Troubled("relay", error, SHORT))
+    assert CANARY not in record.getMessage()
+    assert "disk full" in record.getMessage()
+
+
+def test_an_error_of_a_megabyte_is_a_short_line(caplog: pytest.LogCaptureFixture) -> None:
+    [record] = records(caplog, Troubled("relay", OSError("x" * 1_000_000), SHORT))
+    assert len(record.getMessage()) < 1000
+
+
+@pytest.mark.parametrize("text", ["first\rforged line", "\x1b[2Jcleared", "bell\x07", "first\x0bforged"])
+def test_an_error_cannot_forge_lines_or_colours(caplog: pytest.LogCaptureFixture, text: str) -> None:
+    [record] = records(caplog, Troubled("relay", OSError(text), SHORT))
+    assert record.getMessage().isprintable()
+
+
+def test_the_library_installs_no_handler_of_its_own() -> None:
+    assert logging.getLogger("outbox").handlers == []
+    assert logging.getLogger("outbox").level == logging.NOTSET
+
+
+def test_an_observer_that_fails_is_logged_and_stops_neither_the_others_nor_the_work(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    heard: list[Event] = []
+
+    def failing(event: Event) -> None:
+        raise RuntimeError("no metrics today")
+
+    event = Routed("billing", 1)
+    with caplog.at_level(logging.ERROR, logger="outbox"):
+        Observers([heard.append, failing, heard.append])(event)
+    assert heard == [event, event]
+    [record] = caplog.records
+    assert "failing" in record.getMessage()
+    assert record.exc_info is not None
+
+
+def test_without_observers_nothing_is_told_and_nothing_breaks(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, logger="outbox"):
+        Observers([])(Routed("billing", 1))
+    assert caplog.records == []

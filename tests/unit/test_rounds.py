@@ -1,0 +1,184 @@
+"""Rounds: a relay works at once while there is work, then at a growing pace, through whatever goes wrong."""
+
+import asyncio
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+
+from outbox.core.events import Event, Troubled
+from outbox.outbound.relay import Relay, unless
+from outbox.stores.finish import finish
+
+LONG = 10.0  # seconds that no test sleeps
+
+
+class Rounds:
+    """Work that says how each of its rounds ends; the last one ends the relay. A full batch is five."""
+
+    batch_size = 5
+
+    def __init__(self, *rounds: int | Exception) -> None:
+        self.left = list(rounds)
+        self.stop = asyncio.Event()
+        self.pauses: list[float] = []
+        self.events: list[Event] = []
+
+    async def round(self) -> int:
+        outcome = self.left.pop(0)
+        if not self.left:
+            self.stop.set()
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    async def wait(self, longest: float) -> None:
+        self.pauses.append(longest)
+
+    async def relay(self) -> None:
+        relay = Relay(self, wait=self.wait, poll_interval=0.4, observe=self.events.append, name="relay")
+        await asyncio.wait_for(relay.run(self.stop), LONG)
+
+
+async def test_while_batches_are_full_nobody_waits() -> None:
+    rounds = Rounds(5, 5, 5)
+    await rounds.relay()
+    assert rounds.pauses == []
+
+
+async def test_the_pauses_grow_while_nothing_comes_and_are_short_again_after_work() -> None:
+    rounds = Rounds(0, 0, 0, 0, 0, 1, 0, 5)
+    await rounds.relay()
+    assert rounds.pauses == pytest.approx([0.05, 0.1, 0.2, 0.4, 0.4, 0.05, 0.1])
+
+
+async def test_an_error_is_told_and_outlived() -> None:
+    rounds = Rounds(OSError("away"), 1, 1)
+    await rounds.relay()
+    [event] = rounds.events
+    assert isinstance(event, Troubled)
+    assert (event.where, str(event.error), event.pause) == ("relay", "away", timedelta(seconds=0.2))
+
+
+async def test_a_relay_that_is_stopped_starts_nothing() -> None:
+    rounds = Rounds(1)
+    rounds.stop.set()
+    await rounds.relay()
+    assert rounds.left == [1]
+
+
+async def test_a_stop_ends_the_pause_after_an_error_at_once() -> None:
+    stop = asyncio.Event()
+
+    class Failing:
+        batch_size = 1
+
+        async def round(self) -> int:
+            asyncio.get_running_loop().call_soon(stop.set)
+            raise OSError("away")
+
+    began = asyncio.get_running_loop().time()
+    relay = Relay(Failing(), wait=asyncio.sleep, poll_interval=LONG, observe=lambda event: None, name="relay")
+    await asyncio.wait_for(relay.run(stop), LONG)
+    assert asyncio.get_running_loop().time() - began < 0.15
+
+
+async def test_a_sleep_ends_with_the_stop_and_takes_its_task_with_it() -> None:
+    stop, cancelled = asyncio.Event(), asyncio.Event()
+
+    async def sleeping() -> None:
+        try:
+            await asyncio.sleep(LONG)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    asyncio.get_running_loop().call_later(0.01, stop.set)
+    await asyncio.wait_for(unless(stop, sleeping()), LONG / 2)
+    assert cancelled.is_set()
+
+
+async def test_an_error_of_the_sleep_is_raised() -> None:
+    async def failing() -> None:
+        raise OSError("away")
+
+    with pytest.raises(OSError, match="away"):
+        await unless(asyncio.Event(), failing())
+
+
+# Work that must not be cut.
+
+
+async def test_a_cancellation_waits_until_the_work_is_over_and_is_then_raised() -> None:
+    begun, go_on, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def work() -> None:
+        begun.set()
+        await go_on.wait()
+        ended.set()
+
+    task = asyncio.create_task(finish(work()))
+    await begun.wait()
+    task.cancel()
+    await asyncio.sleep(0)
+    assert not task.done()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ended.is_set()
+
+
+@pytest.mark.parametrize("make", [lambda: OSError("away"), lambda: KeyError("x")])
+async def test_an_error_of_the_work_is_raised_as_it_is(make: Callable[[], Exception]) -> None:
+    error = make()
+
+    async def work() -> None:
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        await finish(work())
+    assert caught.value is error
+
+
+async def test_the_value_of_the_work_comes_back() -> None:
+    async def work() -> str:
+        return "written"
+
+    assert await finish(work()) == "written"
+
+
+async def test_an_error_after_a_cancellation_gives_way_to_the_cancellation() -> None:
+    begun, go_on = asyncio.Event(), asyncio.Event()
+
+    async def work() -> None:
+        begun.set()
+        await go_on.wait()
+        raise OSError("away")
+
+    task = asyncio.create_task(finish(work()))
+    await begun.wait()
+    task.cancel()
+    await asyncio.sleep(0)
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_a_second_cancellation_does_not_cut_the_work_either() -> None:
+    begun, go_on, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def work() -> None:
+        begun.set()
+        await go_on.wait()
+        ended.set()
+
+    task = asyncio.create_task(finish(work()))
+    await begun.wait()
+    task.cancel()
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.sleep(0)
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await asyncio.wait_for(ended.wait(), LONG)

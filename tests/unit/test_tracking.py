@@ -1,0 +1,118 @@
+"""Tracking: the ids that lead from an entry point to the message at hand."""
+
+import asyncio
+import threading
+import time
+from contextvars import copy_context
+from uuid import UUID
+
+import pytest
+
+from outbox import Message, get_tracking_ids, tracking
+from outbox.core.tracking import follow, new_id
+
+
+def test_outside_of_everything_there_are_no_tracking_ids() -> None:
+    assert get_tracking_ids() == ()
+
+
+def test_a_block_has_one_id_that_everything_in_it_shares() -> None:
+    with tracking() as ids:
+        assert len(ids) == 1
+        assert get_tracking_ids() == ids
+        first = Message(routing_key="a", body=b"")
+        second = Message(routing_key="b", body=b"")
+    assert first.tracking_ids[:-1] == second.tracking_ids[:-1] == ids
+    assert first.id != second.id
+    assert get_tracking_ids() == ()
+
+
+def test_a_block_inside_a_block_adds_an_id() -> None:
+    with tracking() as outer:
+        with tracking() as inner:
+            assert inner[:-1] == outer
+            assert len(inner) == 2
+        assert get_tracking_ids() == outer
+
+
+def test_a_message_is_identified_by_its_last_tracking_id() -> None:
+    message = Message(routing_key="a", body=b"", tracking_ids=("entry", "cause", "this"))
+    assert message.id == "this"
+
+
+async def test_what_follows_from_a_message_carries_its_ids_and_the_next_task_does_not() -> None:
+    cause = Message(routing_key="a", body=b"")
+
+    async def listener() -> Message:
+        follow(cause.tracking_ids)
+        await asyncio.sleep(0)
+        return Message(routing_key="b", body=b"")
+
+    effect = await asyncio.create_task(listener())
+    assert effect.tracking_ids == (*cause.tracking_ids, effect.id)
+    assert get_tracking_ids() == ()
+
+
+def test_an_exception_ends_the_block_like_any_other_end() -> None:
+    with pytest.raises(KeyError), tracking():
+        raise KeyError("x")
+    assert get_tracking_ids() == ()
+
+
+async def test_tasks_side_by_side_do_not_see_each_others_ids() -> None:
+    both = asyncio.Barrier(2)
+
+    async def entry_point() -> tuple[str, ...]:
+        with tracking() as ids:
+            await both.wait()  # both blocks are open now
+            assert get_tracking_ids() == ids
+            await both.wait()
+            return ids
+
+    first, second = await asyncio.gather(entry_point(), entry_point())
+    assert first != second
+    assert get_tracking_ids() == ()
+
+
+async def test_a_task_started_in_a_block_inherits_its_ids() -> None:
+    async def ids() -> tuple[str, ...]:
+        return get_tracking_ids()
+
+    with tracking() as here:
+        task = asyncio.create_task(ids())
+    assert await task == here
+
+
+def test_a_thread_has_the_ids_of_the_context_it_is_given_and_no_others() -> None:
+    seen: list[tuple[str, ...]] = []
+    with tracking() as here:
+        threads = [
+            threading.Thread(target=lambda: seen.append(get_tracking_ids())),
+            threading.Thread(target=copy_context().run, args=(lambda: seen.append(get_tracking_ids()),)),
+        ]
+        for thread in threads:
+            thread.start()
+            thread.join()
+    assert seen == [(), here]
+
+
+def test_ids_are_random_uuids_in_the_order_of_time() -> None:
+    before = time.time_ns() // 1_000_000
+    ids = [UUID(new_id()) for _ in range(2000)]
+    after = time.time_ns() // 1_000_000
+    assert len(set(ids)) == len(ids)
+    assert {(each.version, each.variant) for each in ids} == {(7, "specified in RFC 4122")}
+    moments = [each.int >> 80 for each in ids]
+    assert moments == sorted(moments)
+    assert before <= moments[0] <= moments[-1] <= after
+
+
+def test_the_random_part_of_an_id_uses_all_its_bits() -> None:
+    ones = zeros = 0
+    for _ in range(200):
+        value = UUID(new_id()).int
+        ones |= value
+        zeros |= ~value
+    random_bits = (0xFFF << 64) | 0x3FFF_FFFF_FFFF_FFFF
+    assert ones & random_bits == random_bits
+    assert zeros & random_bits == random_bits
