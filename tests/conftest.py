@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from outbox import Outbox
-from outbox.testing.servers import postgresql
+pytest.register_assert_rewrite("outbox.testing")
+
+from outbox import Outbox  # noqa: E402 - after pytest was told whose assertions to explain
+from outbox.testing.servers import postgresql  # noqa: E402
 
 DATABASES = ("sqlite", "postgresql+asyncpg", "postgresql+psycopg")
 
@@ -38,6 +41,16 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 def table_name() -> str:
     """Tests share a server, never a table."""
     return f"t{os.getpid()}_{next(_numbers)}"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how many cases of each contract ran: a contract that shrinks is a promise that went missing."""
+    counts: Counter[str] = Counter()
+    for report in terminalreporter.stats.get("passed", []):
+        if "tests/contract/" in report.nodeid:
+            counts[report.nodeid.split("::")[1].removeprefix("Test")] += 1
+    for contract, count in sorted(counts.items()):
+        terminalreporter.write_line(f"contract cases passed: {contract} {count}")
 
 
 MakeOutbox = Callable[..., Outbox]

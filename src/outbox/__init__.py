@@ -27,6 +27,7 @@ from outbox.core.errors import (
     TransactionError,
     TransportMismatch,
     TransportUnavailable,
+    Undecodable,
 )
 from outbox.core.listener import Listener, listen
 from outbox.core.message import Message
@@ -50,6 +51,7 @@ worker = outbox.worker
 running = outbox.running
 backlog = outbox.backlog
 create_tables = outbox.create_tables
+close = outbox.close
 
 __all__ = [
     "IMMEDIATELY",
@@ -84,9 +86,11 @@ __all__ = [
     "TransactionError",
     "TransportMismatch",
     "TransportUnavailable",
+    "Undecodable",
     "backlog",
     "cancel_timer",
     "cancel_timer_sync",
+    "close",
     "create_tables",
     "emit",
     "emit_many",

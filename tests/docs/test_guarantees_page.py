@@ -13,8 +13,8 @@ from .pages import ROOT, Page
 
 PAGE = Page(ROOT / "docs/guarantees.md")
 CONTRACTS = {
-    "StoreContract": ROOT / "src/outbox/testing/store_contract.py",
-    "TransportContract": ROOT / "src/outbox/testing/transport_contract.py",
+    "StoreContract": sorted((ROOT / "src/outbox/testing/store").glob("*.py")),
+    "TransportContract": [ROOT / "src/outbox/testing/transport_contract.py"],
 }
 
 
@@ -67,8 +67,8 @@ def _tokens_below(heading: str) -> list[Token]:
 
 def _exists(name: str) -> bool:
     where, _, test = name.partition("::")
-    path = CONTRACTS.get(where, ROOT / where)
-    return path.exists() and re.fullmatch(r"test_\w+", test) is not None and test in _tests(path)
+    paths = CONTRACTS.get(where, [ROOT / where])
+    return re.fullmatch(r"test_\w+", test) is not None and any(path.exists() and test in _tests(path) for path in paths)
 
 
 @cache

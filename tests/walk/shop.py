@@ -74,12 +74,12 @@ def die_around(owner: Any, name: str, moment: str) -> None:
 def arm() -> None:
     """Put the moments in place at which this process may die."""
     from outbox.stores.claims import SqlClaim
-    from outbox.stores.sql import SqlStore
+    from outbox.stores.routing import SqlRouting
 
     die_around(SqlClaim, "settle", "settle")
     die_around(SqlClaim, "_settle", "the settling statement")
     die_around(SqlClaim, "_take", "the claiming statement")
-    die_around(SqlStore, "_send_to", "routing")
+    die_around(SqlRouting, "_send_to", "routing")
 
 
 async def produce(first: int, count: int, batch: int) -> None:

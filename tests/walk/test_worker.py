@@ -15,7 +15,8 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
 from outbox import ConfigurationError, Outbox, Reject, RetryPolicy, listen
-from outbox.core.events import Event, Handled, LeaseWasLost, Stopped
+from outbox.core.events import Event, Handled, LeaseWasLost, StillRunning, Stopped
+from outbox.inbound import worker
 from outbox.stores.claims import SqlClaim
 
 MakeOutbox = Callable[..., Outbox]
@@ -188,15 +189,15 @@ async def test_a_worker_that_lost_its_lease_cannot_commit_its_listeners_session(
     await emit(late, 1)
     with monkeypatch.context() as patch:
         patch.setattr(SqlClaim, "_renew", asleep)
-        worker = late.running(listeners=[listener("late")])
-        await worker.__aenter__()
+        held = late.running(listeners=[listener("late")])
+        await held.__aenter__()
         await asyncio.wait_for(started.wait(), 20)
     if "sqlite" in str(late.engines.main.url):
         # SQLite lets one transaction write at a time, so a second worker can only come after the first one ended.
         await asyncio.sleep(0.6)
         go_on.set()
         await watch.until(LeaseWasLost)
-        await worker.__aexit__(None, None, None)
+        await held.__aexit__(None, None, None)
         async with prompt.running(listeners=[listener("prompt")]):
             await watch.until(Handled)
     else:
@@ -204,7 +205,7 @@ async def test_a_worker_that_lost_its_lease_cannot_commit_its_listeners_session(
             await watch.until(Handled)
             go_on.set()
             await watch.until(LeaseWasLost)
-        await worker.__aexit__(None, None, None)
+        await held.__aexit__(None, None, None)
     assert await written(late, effects) == [1]
     [lost] = watch.all(LeaseWasLost)
     assert (lost.phase, lost.queue) == ("completion", "q")
@@ -234,6 +235,27 @@ async def test_what_a_dead_worker_held_in_several_queues_comes_back_without_long
     async with outbox.running(listeners=listeners):
         handled = await watch.until(Handled, 30)
     assert {event.attempt.crash_count for event in handled} == {1}
+
+
+async def test_a_listener_that_runs_for_very_long_is_spoken_of_once(
+    make_outbox: MakeOutbox, watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "LONG_RUN", 0.15)
+    outbox = make_outbox(observers=[watch])
+    release = asyncio.Event()
+
+    @listen("#", queue="q")
+    async def listener(body: int) -> None:
+        await release.wait()
+
+    await emit(outbox, 1)
+    async with outbox.running(listeners=[listener]):
+        [event] = await watch.until(StillRunning)
+        await asyncio.sleep(0.1)
+        release.set()
+        await watch.until(Handled)
+    assert watch.all(StillRunning) == [event]
+    assert (event.queue, event.attempt.message.body) == ("q", b"1")
 
 
 async def test_plain_functions_run_in_threads_side_by_side(make_outbox: MakeOutbox, watch: Watch) -> None:

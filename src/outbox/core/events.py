@@ -54,6 +54,15 @@ class Handled:
 
 
 @dataclass(frozen=True, slots=True)
+class StillRunning:
+    """A listener has been at one message for very long."""
+
+    queue: str
+    attempt: Attempt
+    duration: timedelta
+
+
+@dataclass(frozen=True, slots=True)
 class LeaseWasLost:
     """A late writer was fenced: somebody else may have the message now."""
 
@@ -96,7 +105,19 @@ class Troubled:
     pause: timedelta
 
 
-Event = Emitted | Routed | Unroutable | Relayed | Handled | LeaseWasLost | CleanedUp | Started | Stopped | Troubled
+Event = (
+    Emitted
+    | Routed
+    | Unroutable
+    | Relayed
+    | Handled
+    | StillRunning
+    | LeaseWasLost
+    | CleanedUp
+    | Started
+    | Stopped
+    | Troubled
+)
 
 
 class Observer(Protocol):

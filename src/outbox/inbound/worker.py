@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
-from outbox.core.attempt import Released
+from outbox.core.attempt import Attempt, Released
 from outbox.core.cancellation import ABANDONED
-from outbox.core.events import Observer, Troubled
+from outbox.core.events import Observer, StillRunning, Troubled
 from outbox.core.listener import Listener
 from outbox.core.pace import Pace
 from outbox.core.transport import Delivery, Transport
@@ -18,6 +20,17 @@ from outbox.inbound.handling import Handling
 
 SHORTEST_TROUBLE, LONGEST_TROUBLE = 0.2, 10.0  # seconds of pause after an error, doubling
 LAST_WORDS = 2.0  # seconds that an abandoned listener has to clean up after itself
+LONG_RUN = 15 * 60.0  # seconds after which a listener that still runs is worth a warning
+
+
+@dataclass(slots=True)
+class _Run:
+    """A listener at work."""
+
+    queue: str
+    attempt: Attempt
+    began: float
+    told: bool = False
 
 
 class Worker:
@@ -37,11 +50,12 @@ class Worker:
         self._prefetch = prefetch
         self._grace = grace
         self._observe = observe
-        self._running: set[asyncio.Task[None]] = set()
+        self._running: dict[asyncio.Task[None], _Run] = {}  # the loop itself holds tasks only weakly
 
     async def run(self, stop: asyncio.Event, abandon: asyncio.Event) -> int:
         """Work until `stop`; how many listeners were abandoned: `abandon` or the end of the grace came first."""
         serving = [asyncio.create_task(self._serve(listener)) for listener in self._handlings]
+        serving.append(asyncio.create_task(self._watch()))
         stopping = asyncio.create_task(stop.wait())
         try:
             await asyncio.wait([stopping, *serving], return_when=asyncio.FIRST_COMPLETED)
@@ -77,7 +91,7 @@ class Worker:
                     raise
                 trouble.reset()
                 task = asyncio.create_task(self._handlings[listener].handle(delivery))
-                self._running.add(task)  # the loop itself holds tasks only weakly
+                self._running[task] = _Run(listener.queue, delivery.attempt, time.monotonic())
                 task.add_done_callback(partial(self._ended, slots, delivery))
         finally:
             close = getattr(deliveries, "aclose", None)
@@ -85,12 +99,22 @@ class Worker:
                 await close()
 
     def _ended(self, slots: asyncio.Semaphore, delivery: Delivery, task: asyncio.Task[None]) -> None:
-        self._running.discard(task)
+        del self._running[task]
         slots.release()
         if not task.cancelled() and (error := task.exception()) is not None:
             # A fault of ours, not the listener's: without an end the delivery would be held for ever.
             delivery.settle(Released())
             self._observe(Troubled(f"handling of {delivery.attempt.message.id}", error, timedelta(0)))
+
+    async def _watch(self) -> None:
+        """Say once of each listener that it runs for very long: the next thing it meets is a broker's own limit."""
+        while True:
+            await asyncio.sleep(LONG_RUN / 15)
+            now = time.monotonic()
+            for run in self._running.values():
+                if not run.told and now - run.began > LONG_RUN:
+                    run.told = True
+                    self._observe(StillRunning(run.queue, run.attempt, timedelta(seconds=now - run.began)))
 
     async def _let_end(self, abandon: asyncio.Event) -> int:
         if not self._running:

@@ -15,6 +15,7 @@ from outbox.core.events import (
     Relayed,
     Routed,
     Started,
+    StillRunning,
     Stopped,
     Troubled,
     Unroutable,
@@ -46,6 +47,11 @@ class LoggingObserver:
                 )
             case LeaseWasLost():
                 self._lease_lost(event)
+            case StillRunning(queue, attempt, duration):
+                message = attempt.message
+                logger.warning(
+                    "%s %s from %s has been running for %s", message.routing_key, message.id, queue, in_words(duration)
+                )
             case CleanedUp(what, count):
                 logger.debug("cleaned up %d %s rows", count, what)
             case Started(what, detail):

@@ -13,7 +13,7 @@ from outbox.core.attempt import Reason
 from outbox.core.dead_letter import DeadLetter
 from outbox.core.errors import NotFound
 from outbox.stores.rows import as_dead_letter
-from outbox.stores.tables import message_columns
+from outbox.stores.tables import MESSAGE_COLUMNS
 
 if TYPE_CHECKING:
     from outbox.stores.sql import SqlStore
@@ -90,7 +90,7 @@ class SqlDeadLetters:
             "attempts": literal(0),
             "starts": literal(0),
         }
-        names = [column.name for column in message_columns()]
+        names = list(MESSAGE_COLUMNS)
         source = select(*(fresh.get(name, self._table.c[name]).label(name) for name in names))
         return insert(self._store.messages).from_select(names, source.where(self._store.among(self._table.c.id, "ids")))
 

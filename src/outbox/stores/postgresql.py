@@ -46,7 +46,7 @@ from outbox.core.store import Rows
 from outbox.stores.claims import BURIAL
 from outbox.stores.notify import Notifier
 from outbox.stores.sql import SqlStore
-from outbox.stores.tables import Tables, message_columns
+from outbox.stores.tables import MESSAGE_COLUMNS, Tables
 
 Result = TypeVar("Result")
 
@@ -76,7 +76,9 @@ class PostgresqlStore(SqlStore):
                 raise ConfigurationError(
                     "this needs an async database: call setup(db_engine_url=…) with an async driver"
                 )
-            self._own, self._loop = AsyncEngine(spare(self._given.sync_engine)), loop
+            own = AsyncEngine(spare(self._given.sync_engine))
+            # Rows are locked and looked at anew: a stricter level, if the application likes one, would only fail.
+            self._own, self._loop = own.execution_options(isolation_level="READ COMMITTED"), loop
         return self._own
 
     async def _transact(self, work: Callable[[Connection], Result]) -> Result:
@@ -187,7 +189,7 @@ class PostgresqlStore(SqlStore):
         """One statement: whoever sees the row gone sees the dead letter."""
         messages, dead_letters = self.messages, self.tables.dead_letters
         said = [name for name in BURIAL if name != "id"]
-        kept = [column.name for column in message_columns() if column.name not in BURIAL]
+        kept = [name for name in MESSAGE_COLUMNS if name not in BURIAL]
         chosen = statement.cte("chosen")
         gone = (
             delete(messages)
@@ -206,7 +208,7 @@ class PostgresqlStore(SqlStore):
 
     @cached_property
     def _take_statement(self) -> Any:
-        found = self._due.cte("found")
+        found = self.due.cte("found")
         first = select(found.c.id, found.c.lease_until).limit(1).cte("first")
         first_id = select(first.c.id).scalar_subquery()
         first_is_suspect = select(first.c.lease_until.is_not(None)).scalar_subquery()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
-from collections import Counter, defaultdict
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from datetime import datetime, timedelta
@@ -21,7 +20,6 @@ from sqlalchemy import (
     Engine,
     Executable,
     Float,
-    FromClause,
     Insert,
     Row,
     Select,
@@ -35,35 +33,31 @@ from sqlalchemy import (
     delete,
     insert,
     literal,
-    null,
     select,
     tuple_,
     update,
 )
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
-from sqlalchemy.types import TypeEngine
 
 from outbox.core.attempt import Attempt, Reason
-from outbox.core.binding import Binding, Bindings, first_match
+from outbox.core.binding import Binding
 from outbox.core.durations import Retention
 from outbox.core.message import Message, Schedule
-from outbox.core.store import DISCARD, Backlog, Routing, Rows, StoredMessage
+from outbox.core.store import Backlog, Routing, Rows, StoredMessage
 from outbox.stores import looks
 from outbox.stores.claims import BURIAL, SettleStatements, SqlClaim
 from outbox.stores.dead_letters import SqlDeadLetters
 from outbox.stores.finish import finish
-from outbox.stores.rows import LONGEST_HISTORY, as_attempt, as_seconds, history_line, message_row
-from outbox.stores.tables import NOT_ROUTED, Tables, message_columns
+from outbox.stores.routing import SqlRouting
+from outbox.stores.rows import LONGEST_HISTORY, as_attempt, as_seconds, message_row
+from outbox.stores.spelling import Spelling
+from outbox.stores.tables import MESSAGE_COLUMNS, NOT_ROUTED, Tables
 from outbox.stores.wakeup import Wakeup
 
 Result = TypeVar("Result")
 
-LONGEST_PAUSE = 300  # seconds between two looks at a message that no binding matches
 
-_MESSAGE_COLUMNS = tuple(column.name for column in message_columns())
-
-
-class SqlStore(ABC):
+class SqlStore(Spelling):
     """Messages in tables. Statements are built here, the few words that databases spell differently are methods."""
 
     async_drivers: ClassVar[tuple[str, ...]]
@@ -88,9 +82,9 @@ class SqlStore(ABC):
         self.clean_up_after = clean_up_after
         self.dead_letters = SqlDeadLetters(self)
         self.settling = SettleStatements(self)
+        self.routing = SqlRouting(self)
         self._wakeup = Wakeup()
         self._ready = False
-        self._known_bindings: tuple[int, Bindings] | None = None
 
     # How a database does it.
 
@@ -118,46 +112,6 @@ class SqlStore(ABC):
     @abstractmethod
     def create(self, connection: Connection) -> None:
         """Make what is missing."""
-
-    @abstractmethod
-    def now(self) -> ColumnElement[Any]:
-        """The database's time when the transaction began; indexes can be searched with it."""
-
-    @abstractmethod
-    def clock(self) -> ColumnElement[Any]:
-        """The database's time at this very moment."""
-
-    @abstractmethod
-    def later(self, moment: ColumnElement[Any], seconds: ColumnElement[Any]) -> ColumnElement[Any]:
-        """A moment that many seconds after another; NULL if the seconds are."""
-
-    @abstractmethod
-    def seconds_until(self, moment: ColumnElement[Any]) -> ColumnElement[float]:
-        """How many seconds from now a moment is."""
-
-    @abstractmethod
-    def among(self, column: ColumnElement[Any], name: str) -> ColumnElement[bool]:
-        """Whether a column's value is in the list bound under this name."""
-
-    @abstractmethod
-    def listed(self, values: Sequence[Any]) -> Any:
-        """The list to bind for `among`."""
-
-    @abstractmethod
-    def records(self, name: str, columns: Mapping[str, type[TypeEngine[Any]]]) -> FromClause:
-        """A table whose rows are the JSON list of objects bound under this name."""
-
-    @abstractmethod
-    def ignoring(self, table: Table) -> Insert:
-        """An INSERT that does nothing where a unique index already has the row."""
-
-    @abstractmethod
-    def ending(self, text: ColumnElement[str], length: int) -> ColumnElement[str]:
-        """The last characters of a text."""
-
-    @abstractmethod
-    def skipping_locked(self, statement: Select[Any]) -> Select[Any]:
-        """A SELECT that locks what it finds and passes over what others have locked."""
 
     @abstractmethod
     def rows_written(self, connection: Connection) -> int:
@@ -239,7 +193,7 @@ class SqlStore(ABC):
     def _copy_dead(self) -> Executable:
         chosen = self.records("rows", BURIAL).alias("chosen")
         columns = self.messages.c
-        kept = [name for name in _MESSAGE_COLUMNS if name not in BURIAL]
+        kept = [name for name in MESSAGE_COLUMNS if name not in BURIAL]
         source = select(
             self.clock(), *(chosen.c[name] for name in BURIAL if name != "id"), *(columns[name] for name in kept)
         ).where(columns.id == chosen.c.id)
@@ -267,7 +221,7 @@ class SqlStore(ABC):
 
     def _take(self, connection: Connection, wanted: Mapping[str, Any], lease: Mapping[str, Any]) -> list[Row[Any]]:
         """Choose, then lease: two steps, for databases whose `apply` is a transaction."""
-        found = connection.execute(self._due, wanted).all()
+        found = connection.execute(self.due, wanted).all()
         if found and found[0].lease_until is not None:
             chosen = found[:1]
         else:
@@ -278,7 +232,8 @@ class SqlStore(ABC):
         return list(connection.execute(self._lease, {**lease, **ids}).all())
 
     @cached_property
-    def _due(self) -> Select[Any]:
+    def due(self) -> Select[Any]:
+        """Due messages of a destination in the order in which they are claimed, locked as they are found."""
         columns = self.messages.c
         return self.skipping_locked(
             select(columns.id, columns.lease_until, columns.routing_key)
@@ -300,7 +255,7 @@ class SqlStore(ABC):
     def leasing(self, chosen: ColumnElement[bool]) -> Any:
         """The statement that leases rows, counts their start, and tells what they hold."""
         columns = self.messages.c
-        wanted = [columns[name] for name in ("id", *_MESSAGE_COLUMNS) if name not in ("history", "timer_id")]
+        wanted = [columns[name] for name in ("id", *MESSAGE_COLUMNS) if name not in ("history", "timer_id")]
         return (
             update(self.messages)
             .where(chosen)
@@ -348,158 +303,25 @@ class SqlStore(ABC):
     # Routing.
 
     async def bind(self, bindings: Sequence[Binding]) -> None:
-        def work(connection: Connection) -> None:
-            table = self.tables.bindings
-            known = {tuple(row) for row in connection.execute(select(table.c.queue, table.c.binding_key))}
-            new = [b for b in bindings if (b.queue, b.binding_key) not in known]
-            if new:
-                self._change_bindings(connection)
-                rows = [{"queue": binding.queue, "binding_key": binding.binding_key} for binding in new]
-                connection.execute(self.ignoring(table), rows)
-
-        await self.transact(work)
-        # In a transaction of its own: a router that holds messages waits for the bindings' version, so whoever holds
-        # the version must not wait for messages.
-        await self.transact(lambda connection: connection.execute(self._look_again))
-        self.announce(None)
+        await self.routing.bind(bindings)
 
     async def unbind(self, queue: str) -> int:
-        def work(connection: Connection) -> int:
-            self._change_bindings(connection)
-            table = self.tables.bindings
-            return connection.execute(delete(table).where(table.c.queue == queue)).rowcount
-
-        return await self.transact(work)
+        return await self.routing.unbind(queue)
 
     async def bindings(self) -> list[Binding]:
-        return await self.look(self._read_bindings)
+        return await self.look(self.routing.read)
 
     async def route(self, limit: int, unroutable: Mapping[str, str]) -> Routing:
-        wanted = {"wanted": NOT_ROUTED, "limit": limit, "suspects": True}
-        if not await self.anything_due(wanted):
-            return Routing()
-        return await self.transact(lambda connection: self._route(connection, wanted, unroutable))
+        return await self.routing.route(limit, unroutable)
 
-    def _route(self, connection: Connection, wanted: Mapping[str, Any], unroutable: Mapping[str, str]) -> Routing:
-        rows = connection.execute(self._due, wanted).all()
-        if not rows:
-            return Routing()
-        bindings = self._current_bindings(connection)
-        groups: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
-        lost: defaultdict[str, list[int]] = defaultdict(list)
-        unwanted: list[int] = []
-        for row in rows:
-            queues = bindings.queues(row.routing_key)
-            if queues:
-                groups[queues].append(row.id)
-            elif first_match(unroutable, row.routing_key) == DISCARD:
-                unwanted.append(row.id)
-            else:
-                lost[row.routing_key].append(row.id)
-        routed: Counter[str] = Counter()
-        for queues, ids in groups.items():
-            self._send_to(connection, queues, ids)
-            routed.update({queue: len(ids) for queue in queues})
-        for routing_key, ids in lost.items():
-            line = history_line("unroutable", f"no queue is bound to {routing_key!r}")
-            connection.execute(self._pause_unroutable, {"ids": self.listed(ids), "line": line})
-        if unwanted:
-            gone = delete(self.messages).where(self.among(self.messages.c.id, "ids"))
-            connection.execute(gone, {"ids": self.listed(unwanted)})
-        return Routing(len(rows), routed, {key: len(ids) for key, ids in lost.items()}, len(unwanted))
+    async def deliver(self, messages: Sequence[Message], destinations: Mapping[str, Sequence[str]]) -> None:
+        await self.routing.deliver(messages, destinations)
 
-    def _send_to(self, connection: Connection, queues: tuple[str, ...], ids: list[int]) -> None:
-        """The message stays in its row for the first queue; each further queue gets a copy."""
-        first, *further = queues
-        chosen = {"ids": self.listed(ids)}
-        for queue in further:
-            connection.execute(self._copy_to, chosen | {"queue": queue})
-        connection.execute(self._move_to, chosen | {"queue": first})
-
-    @cached_property
-    def _move_to(self) -> Executable:
-        return (
-            update(self.messages)
-            .where(self.among(self.messages.c.id, "ids"))
-            .values(
-                destination=bindparam("queue"),
-                routed_at=self.clock(),
-                unroutable=False,
-                attempts=0,
-                starts=0,
-                lease_token=null(),
-                lease_until=null(),
-            )
-        )
-
-    @cached_property
-    def _copy_to(self) -> Executable:
-        columns = self.messages.c
-        fresh: dict[str, ColumnElement[Any]] = {
-            "destination": bindparam("queue", type_=String),
-            "routed_at": self.clock(),
-            "attempts": literal(0),
-            "starts": literal(0),
-        }
-        source = select(*(fresh.get(name, columns[name]) for name in _MESSAGE_COLUMNS))
-        return insert(self.messages).from_select(list(_MESSAGE_COLUMNS), source.where(self.among(columns.id, "ids")))
-
-    @cached_property
-    def _pause_unroutable(self) -> Executable:
-        columns = self.messages.c
-        pause = case((columns.attempts > 8, LONGEST_PAUSE), else_=literal(1).bitwise_lshift(columns.attempts))
-        return (
-            update(self.messages)
-            .where(self.among(columns.id, "ids"))
-            .values(
-                unroutable=True,
-                attempts=columns.attempts + 1,
-                due_at=self.later(self.clock(), pause),
-                history=case((columns.history.is_(None), bindparam("line", type_=Text)), else_=columns.history),
-            )
-        )
-
-    @cached_property
-    def _look_again(self) -> Executable:
-        columns = self.messages.c
-        return update(self.messages).where(columns.unroutable).values(due_at=self.clock(), attempts=0)
-
-    def _current_bindings(self, connection: Connection) -> Bindings:
-        """The bindings of this moment. The lock on their version makes a change wait until this routing committed."""
-        version = connection.scalar(select(self.tables.state.c.bindings_version).with_for_update(read=True)) or 0
-        if self._known_bindings is None or self._known_bindings[0] != version:
-            self._known_bindings = (version, Bindings(self._read_bindings(connection)))
-        return self._known_bindings[1]
-
-    def _read_bindings(self, connection: Connection) -> list[Binding]:
-        table = self.tables.bindings
-        rows = connection.execute(select(table.c.queue, table.c.binding_key).order_by(*table.c))
-        return [Binding(queue, binding_key) for queue, binding_key in rows]
-
-    def _change_bindings(self, connection: Connection) -> None:
-        self.make_state(connection)
-        state = self.tables.state
-        connection.execute(update(state).values(bindings_version=state.c.bindings_version + 1))
+    # State.
 
     def make_state(self, connection: Connection) -> None:
         """Make the one row of the state table if it is missing: migrations make tables, not rows."""
         connection.execute(self.ignoring(self.tables.state), {"id": 1, "bindings_version": 0})
-
-    async def deliver(self, messages: Sequence[Message], destinations: Mapping[str, Sequence[str]]) -> None:
-        rows = [
-            message_row(message) | {"queue": queue, "expires": message.expires_at, "timer_id": None}
-            for message in messages
-            for queue in destinations.get(message.id, ())
-        ]
-        if rows:
-            statement = insert(self.messages).values(
-                destination=bindparam("queue"),
-                expires_at=bindparam("expires", type_=DateTime(timezone=True)),
-                due_at=self.clock(),
-                routed_at=self.clock(),
-            )
-            await self.transact(lambda connection: connection.execute(statement.inline(), rows))
-            self.announce(*{row["queue"] for row in rows})
 
     async def record_transport(self, name: str, *, switch: bool = False) -> str:
         def work(connection: Connection) -> str:
@@ -574,11 +396,8 @@ class SqlStore(ABC):
 
     def _times(self) -> dict[str, ColumnElement[Any]]:
         given = bindparam("due", type_=DateTime(timezone=True))
-        due = self._either(given, self.later(self.clock(), bindparam("delay", type_=Float)))
+        due = case((given.is_not(None), given), else_=self.later(self.clock(), bindparam("delay", type_=Float)))
         return {"due_at": due, "expires_at": self.later(due, bindparam("expiration", type_=Float))}
-
-    def _either(self, first: ColumnElement[Any], second: ColumnElement[Any]) -> ColumnElement[Any]:
-        return case((first.is_not(None), first), else_=second)
 
     def appended_history(self, line: ColumnElement[str]) -> ColumnElement[str]:
         """The history with a further line, its beginning forgotten when it grows too long."""

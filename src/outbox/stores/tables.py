@@ -113,6 +113,9 @@ def message_columns() -> list[Column[object]]:
     ]
 
 
+MESSAGE_COLUMNS = tuple(column.name for column in message_columns())
+
+
 def _messages(metadata: MetaData, name: str) -> Table:
     table = Table(
         name,

@@ -1,0 +1,1 @@
+"""The store contract's cases, one file for each group."""

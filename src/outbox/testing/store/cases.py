@@ -1,0 +1,103 @@
+"""StoreCases: what the cases of a store contract share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from sqlalchemy import Executable
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+
+from outbox.core.attempt import Attempt, Dead, Done, Outcome, Reason, Released, RetryIn
+from outbox.core.binding import Binding
+from outbox.core.message import NOW, Message, Schedule
+from outbox.core.store import Claim, Store
+
+LEASE = timedelta(seconds=30)
+SHORT = timedelta(milliseconds=300)
+SOON = 15.0  # seconds within which everything that is due must have come
+
+MakeStore = Callable[..., Store]
+
+
+def message(routing_key: str = "order.created", body: bytes = b"{}", **fields: Any) -> Message:
+    """A message for a test."""
+    return Message(routing_key=routing_key, body=body, **fields)
+
+
+async def write(connection: AsyncConnection, store: Store, statement: Executable, rows: Any = None) -> int:
+    """Execute a store's statement on a caller's connection."""
+    return await connection.run_sync(store.write, statement, rows)
+
+
+async def emit(engine: AsyncEngine, store: Store, *messages: Message, schedule: Schedule = NOW) -> int:
+    """Store messages in a committed transaction of the caller's."""
+    async with engine.begin() as connection:
+        return await write(connection, store, *store.insert(messages, schedule))
+
+
+async def queued(engine: AsyncEngine, store: Store, *messages: Message, schedule: Schedule = NOW) -> None:
+    """Store messages and route them to the queue `q`."""
+    await store.bind([Binding("q", "#")])
+    await emit(engine, store, *messages, schedule=schedule)
+    assert (await store.route(1000, {})).taken == len(messages)
+
+
+async def claimed(store: Store, limit: int = 100, destination: str | None = "q") -> list[Attempt]:
+    """What a claim gets; given back at once."""
+    async with store.claim(limit, lease=LEASE, destination=destination) as claim:
+        return list(claim.attempts)
+
+
+async def soon(look: Callable[[], Any]) -> Any:
+    """Look until there is something to see."""
+    async with asyncio.timeout(SOON):
+        while not (found := await look()):
+            await asyncio.sleep(0.02)
+    return found
+
+
+async def settled(store: Store, outcome: Outcome, destination: str | None = "q") -> Attempt:
+    """Claim one message and settle it."""
+    async with store.claim(1, lease=LEASE, destination=destination) as claim:
+        [attempt] = claim.attempts
+        assert await claim.settle({attempt.id: outcome}) == frozenset()
+    return attempt
+
+
+OUTCOMES: Mapping[str, Outcome] = {
+    "done": Done(),
+    "retry": RetryIn(timedelta(0), "late"),
+    "dead": Dead(Reason.REJECTED, "late"),
+    "released": Released(),
+}
+
+
+@pytest.mark.asyncio
+class StoreCases:
+    """What every group of cases has at hand."""
+
+    writes_side_by_side = True  # whether two transactions of the database can write at the same time
+
+    @pytest.fixture
+    async def store(self, make_store: MakeStore) -> Store:
+        """A store with its tables."""
+        store = make_store()
+        await store.open()
+        return store
+
+    def crash(self, claim: Claim) -> None:
+        """Make a claim stop renewing itself, as if its process had died. Override it if yours renews otherwise."""
+        claim._renewal.cancel()  # type: ignore[attr-defined]
+
+    async def expired(self, stack: AsyncExitStack, store: Store, limit: int = 100) -> Claim:
+        """A claim whose lease has run out while its holder still believes in it."""
+        claim = await stack.enter_async_context(store.claim(limit, lease=SHORT, destination="q"))
+        assert claim.attempts
+        self.crash(claim)
+        await asyncio.sleep(SHORT.total_seconds() + 0.05)
+        return claim

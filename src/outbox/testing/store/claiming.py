@@ -1,0 +1,218 @@
+"""ClaimingCases: who holds a message, for how long, and who is fenced."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from datetime import timedelta
+
+import pytest
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from outbox.core.attempt import Done, Released, RetryIn
+from outbox.core.binding import Binding
+from outbox.core.message import NOW
+from outbox.core.store import Store
+from outbox.testing.store.cases import (
+    LEASE,
+    OUTCOMES,
+    MakeStore,
+    StoreCases,
+    claimed,
+    emit,
+    message,
+    queued,
+    settled,
+    write,
+)
+
+
+class ClaimingCases(StoreCases):
+    """Who holds a message, for how long, and who is fenced."""
+
+    # Claiming.
+
+    async def test_a_claim_takes_no_more_than_its_limit_and_the_oldest_first(
+        self, engine: AsyncEngine, store: Store
+    ) -> None:
+        for n in range(5):
+            await emit(engine, store, message(body=str(n).encode()))
+        assert [attempt.message.body for attempt in await claimed(store, 3, None)] == [b"0", b"1", b"2"]
+
+    async def test_two_claims_never_share_a_message(self, engine: AsyncEngine, make_store: MakeStore) -> None:
+        stores = [make_store() for _ in range(4)]
+        await queued(engine, stores[0], *(message() for _ in range(100)))
+        async with AsyncExitStack() as stack:
+            claims = await asyncio.gather(
+                *(stack.enter_async_context(store.claim(30, lease=LEASE, destination="q")) for store in stores)
+            )
+            ids = [attempt.id for claim in claims for attempt in claim.attempts]
+            assert len(ids) == len(set(ids)) == 100
+
+    async def test_a_claim_sees_only_its_destination(self, engine: AsyncEngine, store: Store) -> None:
+        await store.bind([Binding("a", "a"), Binding("b", "b")])
+        await emit(engine, store, message("a"), message("b"), message("c"))
+        await store.route(100, {})
+        assert [attempt.message.routing_key for attempt in await claimed(store, destination="a")] == ["a"]
+        assert [attempt.message.routing_key for attempt in await claimed(store, destination="b")] == ["b"]
+
+    async def test_what_is_not_settled_is_given_back_and_counts_as_no_start(
+        self, engine: AsyncEngine, store: Store
+    ) -> None:
+        await queued(engine, store, message())
+        for _ in range(5):
+            [attempt] = await claimed(store)
+            assert (attempt.attempt_count, attempt.crash_count) == (1, 0)
+
+    async def test_a_claim_that_ends_in_an_error_gives_everything_back(self, engine: AsyncEngine, store: Store) -> None:
+        await queued(engine, store, message())
+        with pytest.raises(RuntimeError):
+            async with store.claim(1, lease=LEASE, destination="q"):
+                raise RuntimeError
+        assert len(await claimed(store)) == 1
+
+    async def test_a_claim_that_is_cancelled_gives_everything_back(self, engine: AsyncEngine, store: Store) -> None:
+        await queued(engine, store, message())
+        taken = asyncio.Event()
+
+        async def hold() -> None:
+            async with store.claim(1, lease=LEASE, destination="q"):
+                taken.set()
+                await asyncio.sleep(60)
+
+        task = asyncio.create_task(hold())
+        await taken.wait()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert len(await claimed(store)) == 1
+
+    @pytest.mark.parametrize("steps", range(0, 40, 3))
+    async def test_a_claim_cancelled_while_it_is_made_loses_nothing(
+        self, engine: AsyncEngine, store: Store, steps: int
+    ) -> None:
+        await queued(engine, store, message())
+
+        async def hold() -> None:
+            async with store.claim(1, lease=LEASE, destination="q"):
+                await asyncio.sleep(60)
+
+        task = asyncio.create_task(hold())
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        [attempt] = await claimed(store)
+        assert attempt.crash_count == 0
+
+    async def test_an_empty_claim_is_harmless(self, store: Store) -> None:
+        assert await claimed(store) == []
+        async with store.claim(1, lease=LEASE, destination="q") as claim:
+            assert await claim.settle({}) == frozenset()
+
+    async def test_a_message_committed_late_is_delivered_late_not_lost(self, engine: AsyncEngine, store: Store) -> None:
+        """Nothing is skipped: no position over ids or times."""
+        async with engine.connect() as late:
+            await write(late, store, *store.insert([message(body=b"late")], NOW))
+            if self.writes_side_by_side:
+                await emit(engine, store, message(body=b"early"))
+                assert (await settled(store, Done(), None)).message.body == b"early"
+            assert await claimed(store, destination=None) == []
+            await late.commit()
+        assert (await settled(store, Done(), None)).message.body == b"late"
+
+    # Leases.
+
+    async def test_an_expired_lease_is_claimed_again(self, engine: AsyncEngine, store: Store) -> None:
+        await queued(engine, store, message())
+        async with AsyncExitStack() as stack:
+            await self.expired(stack, store)
+            [attempt] = await claimed(store)
+            assert (attempt.attempt_count, attempt.crash_count) == (1, 1)
+
+    async def test_a_lease_is_renewed_while_its_holder_lives(self, engine: AsyncEngine, store: Store) -> None:
+        await queued(engine, store, message())
+        async with store.claim(1, lease=timedelta(seconds=1.5), destination="q") as claim:
+            await asyncio.sleep(2.5)
+            assert await claimed(store) == []
+            assert await claim.settle({claim.attempts[0].id: Done()}) == frozenset()
+
+    @pytest.mark.parametrize("outcome", OUTCOMES)
+    async def test_a_worker_whose_lease_expired_writes_nothing(
+        self, engine: AsyncEngine, store: Store, outcome: str
+    ) -> None:
+        await queued(engine, store, message())
+        async with AsyncExitStack() as stack:
+            claim = await self.expired(stack, store)
+            ids = {attempt.id for attempt in claim.attempts}
+            assert await claim.settle(dict.fromkeys(ids, OUTCOMES[outcome])) == ids
+            [attempt] = await claimed(store)
+            assert attempt.id in ids
+            assert await store.dead_letters.list() == []
+
+    @pytest.mark.parametrize("outcome", OUTCOMES)
+    async def test_a_worker_whose_message_was_claimed_by_another_writes_nothing(
+        self, engine: AsyncEngine, store: Store, outcome: str
+    ) -> None:
+        await queued(engine, store, message())
+        async with AsyncExitStack() as stack:
+            late = await self.expired(stack, store)
+            async with store.claim(1, lease=LEASE, destination="q") as current:
+                [attempt] = current.attempts
+                assert await late.settle({attempt.id: OUTCOMES[outcome]}) == {attempt.id}
+                assert await current.settle({attempt.id: Done()}) == frozenset()
+        assert await claimed(store) == []
+        assert await store.dead_letters.list() == []
+
+    async def test_a_late_completion_writes_nothing(self, engine: AsyncEngine, store: Store) -> None:
+        await queued(engine, store, message())
+        async with AsyncExitStack() as stack:
+            late = await self.expired(stack, store)
+            [attempt] = late.attempts
+            async with engine.begin() as connection:
+                assert await write(connection, store, late.completion(attempt)) == 0
+            async with store.claim(1, lease=LEASE, destination="q") as current:
+                async with engine.begin() as connection:
+                    assert await write(connection, store, late.completion(attempt)) == 0
+                assert await current.settle({attempt.id: Done()}) == frozenset()
+
+    async def test_a_lease_that_expired_is_not_renewed(self, engine: AsyncEngine, store: Store) -> None:
+        """A holder that slept through its lease must not extend it when it wakes up."""
+        await queued(engine, store, message())
+        async with AsyncExitStack() as stack:
+            claim = await self.expired(stack, store)
+            await claim._renew_once({attempt.id for attempt in claim.attempts})  # type: ignore[attr-defined]
+            assert len(await claimed(store)) == 1
+
+    async def test_a_message_whose_last_start_never_ended_is_claimed_alone(
+        self, engine: AsyncEngine, store: Store
+    ) -> None:
+        await queued(engine, store, *(message(body=str(n).encode()) for n in range(3)))
+        async with AsyncExitStack() as stack:
+            await self.expired(stack, store)
+            await queued(engine, store, *(message(body=b"fresh") for _ in range(2)))
+            for _ in range(3):
+                async with store.claim(100, lease=LEASE, destination="q") as claim:
+                    [attempt] = claim.attempts
+                    assert attempt.crash_count == 1
+                    await claim.settle({attempt.id: Done()})
+            assert len(await claimed(store)) == 2
+
+    async def test_whoever_wants_no_suspects_gets_none(self, engine: AsyncEngine, store: Store) -> None:
+        await queued(engine, store, message(body=b"suspect"))
+        async with AsyncExitStack() as stack:
+            await self.expired(stack, store)
+            await queued(engine, store, message(body=b"fresh"))
+            async with store.claim(10, lease=LEASE, destination="q", suspects=False) as claim:
+                assert [attempt.message.body for attempt in claim.attempts] == [b"fresh"]
+            async with store.claim(10, lease=LEASE, destination="q", suspects=True) as claim:
+                assert [attempt.message.body for attempt in claim.attempts] == [b"suspect"]
+
+    async def test_crashes_are_counted_apart_from_attempts(self, engine: AsyncEngine, store: Store) -> None:
+        await queued(engine, store, message())
+        async with AsyncExitStack() as stack:
+            await self.expired(stack, store)
+            attempt = await settled(store, RetryIn(timedelta(0), "failed"))
+            assert (attempt.attempt_count, attempt.crash_count) == (1, 1)
+            await self.expired(stack, store)
+            attempt = await settled(store, Released())
+            assert (attempt.attempt_count, attempt.crash_count) == (2, 2)

@@ -1,0 +1,184 @@
+"""SettlingCases: how attempts end."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import timedelta
+
+import pytest
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from outbox.core.attempt import Dead, Done, Reason, RetryIn
+from outbox.core.durations import NEVER
+from outbox.core.store import Store
+from outbox.testing.store.cases import (
+    LEASE,
+    OUTCOMES,
+    MakeStore,
+    StoreCases,
+    claimed,
+    message,
+    queued,
+    settled,
+    soon,
+    write,
+)
+
+
+class SettlingCases(StoreCases):
+    """How attempts end."""
+
+    # Settling.
+
+    async def test_done_removes_the_message(self, engine: AsyncEngine, store: Store) -> None:
+        await queued(engine, store, message())
+        await settled(store, Done())
+        assert await store.list_messages() == []
+        assert await store.dead_letters.list() == []
+
+    async def test_done_keeps_the_message_if_it_is_told_to(self, engine: AsyncEngine, make_store: MakeStore) -> None:
+        store = make_store(clean_up_after=NEVER)
+        await queued(engine, store, message())
+        await settled(store, Done())
+        [stored] = await store.list_messages()
+        assert (stored.state, stored.attempt_count, stored.leased_until) == ("sent", 1, None)
+        assert stored.done_at is not None
+        assert await claimed(store) == []
+
+    async def test_retry_comes_back_after_its_delay_and_not_before(self, engine: AsyncEngine, store: Store) -> None:
+        await queued(engine, store, message())
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        await settled(store, RetryIn(timedelta(milliseconds=400), "boom"))
+        assert await claimed(store) == []
+        [attempt] = await soon(lambda: claimed(store))
+        assert loop.time() - began >= 0.399
+        assert (attempt.attempt_count, attempt.crash_count) == (2, 0)
+
+    async def test_retry_without_delay_comes_back_at_once(self, engine: AsyncEngine, store: Store) -> None:
+        await queued(engine, store, message())
+        await settled(store, RetryIn(timedelta(0), "boom"))
+        [attempt] = await soon(lambda: claimed(store))
+        assert attempt.attempt_count == 2
+
+    async def test_every_failed_attempt_is_written_down(self, engine: AsyncEngine, store: Store) -> None:
+        await queued(engine, store, message())
+        for n in (1, 2):
+            await soon(lambda: claimed(store))
+            await settled(store, RetryIn(timedelta(0), f"ValueError: boom {n}\nwith a second line"))
+        [stored] = await store.list_messages()
+        first, second = stored.history.splitlines()
+        assert first.endswith("attempt 1 failed: ValueError: boom 1")
+        assert second.endswith("attempt 2 failed: ValueError: boom 2")
+
+    async def test_history_does_not_grow_without_end(self, engine: AsyncEngine, store: Store) -> None:
+        await queued(engine, store, message())
+        for _ in range(20):
+            await soon(lambda: claimed(store))
+            await settled(store, RetryIn(timedelta(0), "x" * 5000))
+        [stored] = await store.list_messages()
+        assert len(stored.history) <= 16 * 1024
+        assert stored.history.splitlines()[-1].startswith("20")
+
+    async def test_dead_moves_the_unchanged_message_with_its_reason(self, engine: AsyncEngine, store: Store) -> None:
+        sent = message(body=bytes(range(256)), headers={"a": "b"}, key="k", tracking_ids=("x", "y"))
+        await queued(engine, store, sent)
+        await settled(store, RetryIn(timedelta(0), "first"))
+        await soon(lambda: claimed(store))
+        await settled(store, Dead(Reason.EXHAUSTED, "second"))
+        assert await store.list_messages() == []
+        [letter] = await store.dead_letters.list()
+        assert letter.message == sent
+        assert (letter.queue, letter.reason, letter.error) == ("q", Reason.EXHAUSTED, "second")
+        assert (letter.attempt_count, letter.crash_count) == (2, 0)
+        assert "first" in letter.history
+
+    @pytest.mark.parametrize("reason", Reason)
+    async def test_every_reason_can_be_stored(self, engine: AsyncEngine, store: Store, reason: Reason) -> None:
+        await queued(engine, store, message())
+        await settled(store, Dead(reason, "why"))
+        [letter] = await store.dead_letters.list()
+        assert letter.reason is reason
+        assert letter.attempt_count == (0 if reason in (Reason.EXPIRED, Reason.CRASHED) else 1)
+        assert letter.crash_count == 0
+
+    async def test_a_hostile_error_text_is_stored_capped_and_clean(self, engine: AsyncEngine, store: Store) -> None:
+        await queued(engine, store, message(), message())
+        async with store.claim(2, lease=LEASE, destination="q") as claim:
+            dead, retried = claim.attempts
+            text = "\x00\x1b[31m\ud800💥'\"; DROP TABLE x; --" + "ä" * 20_000
+            lost = await claim.settle({dead.id: Dead(Reason.REJECTED, text), retried.id: RetryIn(LEASE, text)})
+            assert lost == frozenset()
+        [letter] = await store.dead_letters.list()
+        assert len(letter.error.encode()) <= 8 * 1024
+        assert "\x00" not in letter.error
+        assert "DROP TABLE" in letter.error
+
+    async def test_many_outcomes_are_settled_together(self, engine: AsyncEngine, store: Store) -> None:
+        await queued(engine, store, *(message(body=str(n).encode()) for n in range(40)))
+        async with store.claim(40, lease=LEASE, destination="q") as claim:
+            kinds = list(OUTCOMES.values())
+            outcomes = {attempt.id: kinds[n % 4] for n, attempt in enumerate(claim.attempts)}
+            assert await claim.settle(outcomes) == frozenset()
+        assert len(await store.dead_letters.list()) == 10
+        states = [stored.state for stored in await store.list_messages()]
+        assert sorted(states) == ["delivered"] * 10 + ["retrying"] * 10
+
+    async def test_settling_twice_writes_once(self, engine: AsyncEngine, store: Store) -> None:
+        await queued(engine, store, message())
+        async with store.claim(1, lease=LEASE, destination="q") as claim:
+            [attempt] = claim.attempts
+            assert await claim.settle({attempt.id: RetryIn(LEASE, "x")}) == frozenset()
+            assert await claim.settle({attempt.id: Done()}) == {attempt.id}
+        assert len(await store.list_messages()) == 1
+
+    async def test_a_part_of_a_claim_can_be_settled_before_the_rest(self, engine: AsyncEngine, store: Store) -> None:
+        await queued(engine, store, message(), message())
+        async with store.claim(2, lease=LEASE, destination="q") as claim:
+            assert await claim.settle({claim.attempts[0].id: Done()}) == frozenset()
+            assert await claimed(store) == []
+        assert [attempt.id for attempt in await claimed(store)] == [claim.attempts[1].id]
+
+    # Completion in the listener's transaction.
+
+    async def test_a_completion_commits_with_the_listeners_transaction(self, engine: AsyncEngine, store: Store) -> None:
+        await queued(engine, store, message())
+        async with store.claim(1, lease=LEASE, destination="q") as claim:
+            [attempt] = claim.attempts
+            async with engine.begin() as connection:
+                assert await write(connection, store, claim.completion(attempt)) == 1
+            assert await claim.settle({attempt.id: Done(in_transaction=True)}) == frozenset()
+        assert await store.list_messages() == []
+
+    async def test_a_completion_rolls_back_with_the_listeners_transaction(
+        self, engine: AsyncEngine, store: Store
+    ) -> None:
+        await queued(engine, store, message())
+        async with store.claim(1, lease=LEASE, destination="q") as claim:
+            [attempt] = claim.attempts
+            async with engine.connect() as connection:
+                assert await write(connection, store, claim.completion(attempt)) == 1
+                await connection.rollback()
+            assert await claim.settle({attempt.id: RetryIn(timedelta(0), "x")}) == frozenset()
+        assert len(await soon(lambda: claimed(store))) == 1
+
+    async def test_a_completion_counts_once(self, engine: AsyncEngine, store: Store) -> None:
+        await queued(engine, store, message())
+        async with store.claim(1, lease=LEASE, destination="q") as claim:
+            [attempt] = claim.attempts
+            async with engine.begin() as connection:
+                assert await write(connection, store, claim.completion(attempt)) == 1
+                assert await write(connection, store, claim.completion(attempt)) == 0
+            await claim.settle({attempt.id: Done(in_transaction=True)})
+
+    async def test_a_completion_keeps_the_message_if_it_is_told_to(
+        self, engine: AsyncEngine, make_store: MakeStore
+    ) -> None:
+        store = make_store(clean_up_after=NEVER)
+        await queued(engine, store, message())
+        async with store.claim(1, lease=LEASE, destination="q") as claim:
+            async with engine.begin() as connection:
+                assert await write(connection, store, claim.completion(claim.attempts[0])) == 1
+            await claim.settle({claim.attempts[0].id: Done(in_transaction=True)})
+        [stored] = await store.list_messages()
+        assert stored.state == "sent"
