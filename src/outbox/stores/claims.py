@@ -28,7 +28,6 @@ from sqlalchemy import (
     select,
     update,
 )
-from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.types import TypeEngine
 
 from outbox.core.attempt import Attempt, Dead, Done, Outcome, Reason, Released, RetryIn
@@ -234,7 +233,7 @@ class SqlClaim:
         pause = self._lease.total_seconds() / 3
         while True:
             await asyncio.sleep(pause)
-            with suppress(SQLAlchemyError, OSError):
+            with suppress(Exception):  # drivers throw what they like when their database is away
                 async with self._writing:
                     await self._renew_once(self._held)
 
@@ -246,5 +245,5 @@ class SqlClaim:
     async def _give_back(self) -> None:
         if self._held:
             # If this fails the lease runs out and the messages are claimed again: later, not lost.
-            with suppress(SQLAlchemyError, OSError):
+            with suppress(Exception):
                 await self.settle({id: Released() for id in self._held})

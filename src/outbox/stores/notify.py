@@ -16,8 +16,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import ARRAY, Connection, String, bindparam, column, func, literal, select, text, update
-from sqlalchemy.exc import SQLAlchemyError
 
+from outbox.core.pace import Pace
 from outbox.stores.tables import NOT_ROUTED
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ logger = logging.getLogger("outbox")
 MOMENT = 0.01  # seconds between two notifications of one process
 NAP = 5.0  # seconds for which a sleeper says that it sleeps
 CHECK = 30.0  # seconds between two checks that the listening connection lives
+LONGEST_DEAFNESS = 60.0  # seconds between two tries to listen where it does not work, as behind a pooler
 
 
 class Notifier:
@@ -65,7 +66,7 @@ class Notifier:
             self._listening = loop.create_task(self._listen(), name="outbox listen")
         if loop.time() - self._said_asleep_at > NAP / 2:
             self._said_asleep_at = loop.time()
-            with suppress(SQLAlchemyError, OSError):
+            with suppress(Exception):  # a wake-up is a hint, and drivers throw what they like
                 await self._store.apply(self._say_asleep)
 
     async def close(self) -> None:
@@ -96,7 +97,7 @@ class Notifier:
             try:
                 await self._store.apply(lambda connection: self._send(connection, destinations))  # noqa: B023
                 self._warm = True
-            except (SQLAlchemyError, OSError) as error:
+            except Exception as error:  # noqa: BLE001 - a wake-up is a hint
                 logger.debug("nobody was woken: %s", type(error).__name__)
             await asyncio.sleep(MOMENT)
 
@@ -114,31 +115,40 @@ class Notifier:
         connection.execute(update(state).values(asleep_until=until))
 
     async def _listen(self) -> None:
-        pause = 1.0
+        again = Pace(LONGEST_DEAFNESS, 1.0)
         while True:
             try:
                 async with self._store.engine.connect() as connection:
                     await connection.execution_options(isolation_level="AUTOCOMMIT")
-                    await self._hear(connection)
-            except (SQLAlchemyError, OSError, NotImplementedError) as error:
+                    await self._hear(connection, again)
+            except Exception as error:  # noqa: BLE001 - whatever it is, polling goes on
                 logger.debug("not listening for wake-ups, polling instead: %s", type(error).__name__)
-            await asyncio.sleep(pause)
-            pause = min(pause * 2, 60.0)
+            await asyncio.sleep(again.pause())
 
-    async def _hear(self, connection: AsyncConnection) -> None:
+    async def _hear(self, connection: AsyncConnection, again: Pace) -> None:
         """Ring the store's bells until the connection ends. asyncpg calls back, psycopg is asked."""
         raw: Any = (await connection.get_raw_connection()).driver_connection
         try:
             if hasattr(raw, "add_listener"):
+                ended = asyncio.Event()
+                raw.add_termination_listener(lambda *_: ended.set())
                 await raw.add_listener(self._channel, lambda *heard: self._store.heard(heard[3]))
+                again.reset()
                 self._store.heard_everything()
-                while not raw.is_closed():
-                    await asyncio.sleep(CHECK)
+                while not await _within(CHECK, ended):
                     await connection.execute(text("SELECT 1"))
             else:
                 await connection.execute(text(f'LISTEN "{self._channel}"'))
+                again.reset()
                 self._store.heard_everything()
                 async for notification in raw.notifies():
                     self._store.heard(notification.payload)
         finally:
             await connection.invalidate()  # a connection that listens is of no use to anybody else
+
+
+async def _within(seconds: float, event: asyncio.Event) -> bool:
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    return event.is_set()
