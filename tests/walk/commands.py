@@ -1,4 +1,4 @@
-"""Running the `outbox` command: inside this process, as a process of its own, and on a terminal."""
+"""Running the `outbox` command: inside this process, as a process of its own, and on a terminal; things to look at."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ import pytest
 from typer.testing import CliRunner
 
 import outbox as library
-from outbox import Outbox
+from outbox import Outbox, Reject, listen
 from outbox.cli import app
 
 SOON = 60.0  # seconds: processes start slowly on a busy machine
@@ -40,6 +40,12 @@ class Ran:
     @property
     def said(self) -> str:
         return self.stdout + self.stderr
+
+    @property
+    def error_lines(self) -> int:
+        """How many errors stderr tells; a traceback is no line."""
+        assert "Traceback" not in self.stderr
+        return sum(line.startswith("error: ") for line in self.stderr.splitlines())
 
     @property
     def document(self) -> Any:
@@ -141,6 +147,87 @@ async def until(condition: Callable[[], Any]) -> Any:
             return found
         assert time.monotonic() < deadline, "it did not happen in time"
         await asyncio.sleep(0.02)
+
+
+# A module of listeners that end in time, late, or never.
+APPLICATION = """
+import asyncio
+import threading
+import time
+
+from outbox import Outbox, listen
+
+
+@listen("short", queue="short")
+async def short(body):
+    print("began", flush=True)
+    await asyncio.sleep(0.3)
+    print("ended", flush=True)
+
+
+@listen("long", queue="long")
+async def long(body):
+    print("began", flush=True)
+    await asyncio.sleep(600)
+
+
+@listen("long", queue="in_a_thread")
+def in_a_thread(body):
+    print("began", flush=True)
+    time.sleep(600)
+
+
+@listen("long", queue="waits_for_a_thread")
+async def waits_for_a_thread(body):
+    print("began", flush=True)
+    await asyncio.to_thread(time.sleep, 600)
+
+
+@listen("long", queue="stubborn")
+async def stubborn(body):
+    print("began", flush=True)
+    while True:
+        try:
+            await asyncio.sleep(600)
+        except asyncio.CancelledError:
+            pass
+
+
+everything = (short, long)
+nothing = []
+number = 3
+other = Outbox(db_engine_url="sqlite:///other.db")
+"""
+
+
+@listen("order.created", queue="billing", retry_delays=(3600,))
+async def billing(order: dict[str, int]) -> None:
+    raise ConnectionError("the bank is away")
+
+
+@listen("order.*", queue="broken")
+async def broken(order: dict[str, int]) -> None:
+    raise Reject(f"order {order['id']} is wrong")
+
+
+async def bury(outbox: Outbox, count: int = 1, routing_key: str = "order.changed") -> list[int]:
+    """Dead letters of the queue `broken`; their ids."""
+    async with outbox.running(listeners=[broken]):
+        async with outbox.transaction() as session:
+            await outbox.emit_many(session, routing_key, [{"id": number} for number in range(count)])
+        letters = await until(lambda: all_dead(outbox, count))
+    return [letter.id for letter in letters]
+
+
+async def all_dead(outbox: Outbox, count: int) -> list[Any]:
+    """The dead letters, once there are so many."""
+    letters = await outbox.dead_letters.list(limit=count)
+    return letters if len(letters) == count else []
+
+
+async def in_state(outbox: Outbox, state: str, count: int) -> bool:
+    """Whether so many messages are in a state."""
+    return len(await outbox.messages(state=state)) == count
 
 
 def _read_to_the_end(descriptor: int) -> str:

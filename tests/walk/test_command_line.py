@@ -8,65 +8,23 @@ import re
 import signal
 import sqlite3
 import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import make_url, text
+from sqlalchemy import text
 from sqlalchemy.ext.asyncio import create_async_engine
-from typer.core import TyperGroup
-from typer.main import get_command
 
 from outbox import Backlog, Outbox, QueueBacklog, Reject, listen
-from outbox.cli import app
 from outbox.cli.exits import ExitCode
 from outbox.cli.status import Look, Rates
 from outbox.testing.servers import PostgreSQL
 
-from .commands import Command, Ran, line_of, until
+from .commands import Command, all_dead, billing, broken, bury, in_state, line_of, until
 
-CANARY = "canary-7hX2"
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-
-
-@pytest.fixture
-def command(database_url: str, table_name: str, tmp_path: Path) -> Command:
-    """The command, on the database at hand."""
-    return Command(tmp_path, {"OUTBOX_DB_ENGINE_URL": database_url, "OUTBOX_TABLE_NAME": table_name})
-
-
-@pytest.fixture
-def sqlite_command(tmp_path: Path) -> Command:
-    """The command on a SQLite file, for what does not depend on the database."""
-    return Command(tmp_path, {"OUTBOX_DB_ENGINE_URL": f"sqlite:///{tmp_path / 'outbox.db'}"})
-
-
-@listen("order.created", queue="billing", retry_delays=(3600,))
-async def billing(order: dict[str, int]) -> None:
-    raise ConnectionError("the bank is away")
-
-
-@listen("order.*", queue="broken")
-async def broken(order: dict[str, int]) -> None:
-    raise Reject(f"order {order['id']} is wrong")
-
-
-async def bury(outbox: Outbox, count: int = 1, routing_key: str = "order.changed") -> list[int]:
-    """Dead letters of the queue `broken`; their ids."""
-    async with outbox.running(listeners=[broken]):
-        async with outbox.transaction() as session:
-            await outbox.emit_many(session, routing_key, [{"id": number} for number in range(count)])
-        letters = await until(lambda: _all_dead(outbox, count))
-    return [letter.id for letter in letters]
-
-
-async def _all_dead(outbox: Outbox, count: int) -> list[Any]:
-    letters = await outbox.dead_letters.list(limit=count)
-    return letters if len(letters) == count else []
 
 
 # Status.
@@ -191,8 +149,8 @@ async def test_messages_are_listed_by_state_and_queue_a_page_at_a_time(command: 
         async with outbox.transaction() as session:
             emitted = await outbox.emit_many(session, "order.created", [{"id": number} for number in range(3)])
             await outbox.emit(session, "nobody.cares", {})
-        await until(lambda: _in_state(outbox, "retrying", 3))
-        await until(lambda: _in_state(outbox, "unroutable", 1))
+        await until(lambda: in_state(outbox, "retrying", 3))
+        await until(lambda: in_state(outbox, "unroutable", 1))
     first = (await command.run("messages", "list", "--queue", "billing", "--limit", "2", "--json")).document
     second = (
         await command.run(
@@ -210,10 +168,6 @@ async def test_messages_are_listed_by_state_and_queue_a_page_at_a_time(command: 
     assert f"there may be more: --after {first['next_after']}" in shown.stdout
 
 
-async def _in_state(outbox: Outbox, state: str, count: int) -> bool:
-    return len(await outbox.messages(state=state)) == count
-
-
 async def test_an_empty_list_says_why_it_may_be_empty(command: Command, outbox: Outbox) -> None:
     await outbox.create_tables()
     ran = await command.run("messages", "list")
@@ -226,8 +180,8 @@ async def test_a_messages_walk_is_told_for_every_queue_it_is_in(command: Command
         async with outbox.transaction() as session:
             message = await outbox.emit(session, "order.created", {"id": 7}, key="order-7", headers={"tenant": "acme"})
         assert message is not None
-        await until(lambda: _in_state(outbox, "retrying", 1))
-        await until(lambda: _all_dead(outbox, 1))
+        await until(lambda: in_state(outbox, "retrying", 1))
+        await until(lambda: all_dead(outbox, 1))
     ran = await command.run("messages", "show", message.id)
     assert ran.code == 0
     walk = [line.split()[0] for line in ran.stdout.splitlines() if line.startswith("  ") and line[2] != " "]
@@ -355,8 +309,8 @@ async def test_a_dry_run_changes_nothing(command: Command, outbox: Outbox, verb:
     assert await outbox.messages() == []
 
 
-async def test_a_rate_spreads_a_replay_over_time(sqlite_command: Command, make_sqlite_outbox: Outbox) -> None:
-    outbox = make_sqlite_outbox
+async def test_a_rate_spreads_a_replay_over_time(sqlite_command: Command, sqlite_outbox: Outbox) -> None:
+    outbox = sqlite_outbox
     await bury(outbox, 9)
     began = time.monotonic()
     ran = await sqlite_command.run("dead-letters", "replay", "--all", "--rate", "20")
@@ -369,7 +323,7 @@ async def test_replaying_all_ends_although_each_of_them_dies_again(command: Comm
     async with outbox.running(listeners=[broken]):
         ran = await command.run("dead-letters", "replay", "--all", "--json")
         assert ran.document["replayed"] == 5
-        again = await until(lambda: _all_dead(outbox, 5))
+        again = await until(lambda: all_dead(outbox, 5))
     assert min(letter.id for letter in again) > max(ids)
 
 
@@ -392,11 +346,13 @@ async def test_discarding_refuses_where_nobody_can_be_asked(command: Command, ou
 
 @pytest.mark.parametrize(("answer", "code", "left"), [("n\n", ExitCode.WRONG, 1), ("y\n", ExitCode.FINE, 0)])
 async def test_discarding_asks_on_a_terminal(
-    sqlite_command: Command, make_sqlite_outbox: Outbox, answer: str, code: ExitCode, left: int
+    sqlite_command: Command, sqlite_outbox: Outbox, answer: str, code: ExitCode, left: int
 ) -> None:
-    outbox = make_sqlite_outbox
+    outbox = sqlite_outbox
     await bury(outbox)
-    ran = await asyncio.to_thread(sqlite_command.on_a_terminal, "dead-letters", "discard", "--all", answer=answer)
+    ran = await asyncio.to_thread(
+        sqlite_command.on_a_terminal, "dead-letters", "discard", "--all", answer=answer, columns=200
+    )
     assert "order 0 is wrong" in ran.stdout and "Delete 1 dead letter for good?" in ran.stdout
     assert ran.code == code
     assert len(await outbox.dead_letters.list()) == left
@@ -446,8 +402,7 @@ async def test_tables_are_made_and_making_them_again_does_no_harm(command: Comma
 async def test_the_sql_of_the_tables_runs_as_it_stands(command: Command, table_name: str, database_url: str) -> None:
     ran = await command.run("tables", "sql")
     assert ran.code == 0
-    url = database_url.replace("sqlite:", "sqlite+aiosqlite:")
-    engine = create_async_engine(url)
+    engine = create_async_engine(database_url)
     async with engine.begin() as connection:
         for statement in ran.stdout.split(";\n"):
             await connection.execute(text(statement))
@@ -491,392 +446,13 @@ async def test_another_transport_gets_the_table_only_when_no_queue_holds_message
     assert (await command.run("tables", "switch-transport", "rabbitmq")).code == 0
 
 
-# Relay and worker.
-
-
-APPLICATION = """
-import asyncio
-import threading
-import time
-
-from outbox import Outbox, listen
-
-
-@listen("short", queue="short")
-async def short(body):
-    print("began", flush=True)
-    await asyncio.sleep(0.3)
-    print("ended", flush=True)
-
-
-@listen("long", queue="long")
-async def long(body):
-    print("began", flush=True)
-    await asyncio.sleep(600)
-
-
-@listen("long", queue="in_a_thread")
-def in_a_thread(body):
-    print("began", flush=True)
-    time.sleep(600)
-
-
-@listen("long", queue="waits_for_a_thread")
-async def waits_for_a_thread(body):
-    print("began", flush=True)
-    await asyncio.to_thread(time.sleep, 600)
-
-
-@listen("long", queue="stubborn")
-async def stubborn(body):
-    print("began", flush=True)
-    while True:
-        try:
-            await asyncio.sleep(600)
-        except asyncio.CancelledError:
-            pass
-
-
-everything = (short, long)
-nothing = []
-number = 3
-other = Outbox(db_engine_url="sqlite:///other.db")
-"""
-
-
-@pytest.fixture
-def application(command: Command) -> Command:
-    (command.folder / "application.py").write_text(APPLICATION)
-    return command
-
-
-@pytest.fixture
-def sqlite_application(sqlite_command: Command) -> Command:
-    (sqlite_command.folder / "application.py").write_text(APPLICATION)
-    return sqlite_command
-
-
-@pytest.fixture
-async def make_sqlite_outbox(sqlite_command: Command) -> Any:
-    outbox = Outbox(db_engine_url=sqlite_command.settings["OUTBOX_DB_ENGINE_URL"], poll_interval=0.2)
-    yield outbox
-    await outbox.close()
-
-
-async def test_a_worker_lets_its_listeners_end_and_ends_with_0(application: Command, outbox: Outbox) -> None:
-    async with outbox.transaction() as session:
-        await outbox.emit(session, "short", {})
-    with application.started("worker", "application:everything") as worker:
-        assert await asyncio.to_thread(line_of, worker) == "began"
-        worker.send_signal(signal.SIGTERM)
-        assert await asyncio.to_thread(line_of, worker) == "ended"
-        stdout, log = await asyncio.to_thread(worker.communicate, timeout=30)
-    assert (worker.returncode, stdout) == (0, "")
-    assert "INFO outbox: worker started: transport database, queues short, long" in log
-    assert "INFO outbox: handled short" in log and "INFO outbox: worker stopped" in log
-    assert await outbox.messages() == []
-
-
-async def test_a_second_signal_ends_a_worker_with_130_and_its_message_is_tried_again(
-    application: Command, outbox: Outbox
-) -> None:
-    async with outbox.transaction() as session:
-        await outbox.emit(session, "long", {})
-    with application.started("worker", "application:long") as worker:
-        assert await asyncio.to_thread(line_of, worker) == "began"
-        worker.send_signal(signal.SIGINT)
-        await asyncio.to_thread(_log_line_with, worker, "outbox: ", "started")
-        worker.send_signal(signal.SIGINT)
-        assert await asyncio.to_thread(worker.wait, 30) == ExitCode.FORCED
-    [message] = await outbox.messages()
-    assert (message.state, message.attempt_count, message.crash_count) == ("delivered", 0, 0)
-
-
-def _log_line_with(process: subprocess.Popen[str], *words: str) -> None:
-    assert process.stderr is not None
-    while not all(word in (line := process.stderr.readline()) for word in words):
-        assert line, "it said nothing of the kind"
-
-
-@pytest.mark.parametrize("listener", ["long", "in_a_thread", "waits_for_a_thread", "stubborn"])
-async def test_a_listener_that_outlasts_the_grace_is_abandoned_and_the_process_ends_with_5(
-    sqlite_application: Command, make_sqlite_outbox: Outbox, listener: str
-) -> None:
-    outbox = make_sqlite_outbox
-    async with outbox.transaction() as session:
-        await outbox.emit(session, "long", {})
-    with sqlite_application.started("worker", f"application:{listener}", OUTBOX_GRACE="100ms") as worker:
-        assert await asyncio.to_thread(line_of, worker) == "began"
-        worker.send_signal(signal.SIGTERM)
-        _, log = await asyncio.to_thread(worker.communicate, timeout=30)
-    assert worker.returncode == ExitCode.ABANDONED, log
-    assert "WARNING outbox:" in log
-
-
-async def test_a_relay_routes_until_a_signal_and_ends_with_0(command: Command, outbox: Outbox) -> None:
-    await outbox.create_tables()
-    await outbox.store.bind([broken.binding])
-    with command.started("relay", "--log-level", "debug") as relay:
-        async with outbox.transaction() as session:
-            await outbox.emit(session, "order.created", {"id": 1})
-        await until(lambda: _in_state(outbox, "delivered", 1))
-        relay.send_signal(signal.SIGTERM)
-        _, log = await asyncio.to_thread(relay.communicate, timeout=30)
-    assert relay.returncode == 0
-    assert "DEBUG outbox: routed 1 messages to broken" in log and "INFO outbox: relay stopped" in log
-
-
-async def test_a_named_outbox_is_used_instead_of_the_singleton(sqlite_application: Command) -> None:
-    command = sqlite_application
-    made = command.process("tables", "create", "--outbox", "application:other")
-    assert made.code == 0
-    assert (command.folder / "other.db").exists() and not (command.folder / "outbox.db").exists()
-
-
-async def test_a_module_alone_is_imported_for_the_setup_in_it(tmp_path: Path) -> None:
-    (tmp_path / "settled.py").write_text('from outbox import setup\nsetup(db_engine_url="sqlite:///here.db")\n')
-    assert Command(tmp_path).process("tables", "create", "--outbox", "settled").code == 0
-    assert (tmp_path / "here.db").exists()
-
-
-@pytest.mark.parametrize(
-    ("target", "code", "words"),
-    [
-        ("application", ExitCode.USAGE, "MODULE:ATTRIBUTE"),
-        ("no_such_module:listeners", ExitCode.CONFIGURATION, "no module is called 'no_such_module'"),
-        ("application.part:listeners", ExitCode.CONFIGURATION, "application"),
-        ("application:absent", ExitCode.CONFIGURATION, "has no attribute 'absent'"),
-        ("application:number", ExitCode.CONFIGURATION, "is a int, not a Listener"),
-        ("application:nothing", ExitCode.CONFIGURATION, "at least one listener"),
-    ],
-)
-async def test_a_worker_says_in_one_line_what_is_wrong_with_its_target(
-    sqlite_application: Command, target: str, code: ExitCode, words: str
-) -> None:
-    ran = sqlite_application.process("worker", target)
-    assert (ran.code, ran.stdout) == (code, "")
-    assert words in ran.stderr
-    assert _error_lines(ran) == 1
-
-
-async def test_a_module_that_fails_is_shown_where_it_fails_but_not_its_credentials(sqlite_command: Command) -> None:
-    module = (
-        f'url = "postgresql://shop:{CANARY}@db/shop"\n\n\ndef boom():\n    raise ValueError("no: " + url)\n\n\nboom()\n'
-    )
-    (sqlite_command.folder / "failing.py").write_text(module)
-    ran = sqlite_command.process("worker", "failing:listeners")
-    assert ran.code == ExitCode.CONFIGURATION
-    assert 'failing.py", line 4, in boom' in ran.stderr and "ValueError: no: postgresql://***@db/shop" in ran.stderr
-    assert "importlib" not in ran.stderr and CANARY not in ran.said
-
-
-async def test_a_worker_of_another_transport_is_refused_in_one_line(application: Command, outbox: Outbox) -> None:
-    await outbox.store.record_transport("rabbitmq")
-    ran = application.process("worker", "application:everything")
-    assert (ran.code, _error_lines(ran)) == (ExitCode.CONFIGURATION, 1)
-    assert "outbox tables switch-transport database" in ran.stderr and "Traceback" not in ran.stderr
-
-
-# Failures.
-
-
-def _error_lines(ran: Ran) -> int:
-    return sum(line.startswith("error: ") for line in ran.stderr.splitlines()) if "Traceback" not in ran.stderr else -1
-
-
-async def test_without_a_database_the_command_says_what_to_set(tmp_path: Path) -> None:
-    ran = Command(tmp_path).process("status")
-    assert (ran.code, ran.stdout, len(ran.stderr.splitlines())) == (ExitCode.CONFIGURATION, "", 1)
-    assert "OUTBOX_DB_ENGINE_URL" in ran.stderr
-
-
-@pytest.mark.parametrize("setting", [{"OUTBOX_LEASE": "soon"}, {"OUTBOX_TABLE_NAME": "no-name"}])
-async def test_a_setting_that_cannot_be_ends_with_3(sqlite_command: Command, setting: dict[str, str]) -> None:
-    ran = await sqlite_command.run("tables", "create", **setting)
-    assert (ran.code, ran.stdout, len(ran.stderr.splitlines())) == (ExitCode.CONFIGURATION, "", 1)
-
-
-@pytest.fixture(scope="module")
-def guarded_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A PostgreSQL that asks the role `guarded` for its password, with a wrong one in the URL."""
-    rules = tmp_path_factory.mktemp("guarded") / "pg_hba.conf"
-    rules.write_text("host all guarded 127.0.0.1/32 scram-sha-256\nhost all all 127.0.0.1/32 trust\n")
-    rules.chmod(0o644)
-    rules.parent.chmod(0o755)
-    with PostgreSQL(settings={"hba_file": str(rules)}) as server:
-        asyncio.run(_execute(server.url, "CREATE ROLE guarded LOGIN PASSWORD 'another'"))
-        url = make_url(server.url).set(username="guarded", password=CANARY)
-        yield url.render_as_string(hide_password=False)
-
-
-async def _execute(url: str, statement: str) -> None:
-    engine = create_async_engine(url.replace("postgresql:", "postgresql+asyncpg:"))
-    async with engine.begin() as connection:
-        await connection.execute(text(statement))
-    await engine.dispose()
-
-
-@pytest.mark.parametrize("driver", ["asyncpg", "psycopg"])
-@pytest.mark.parametrize("wrong", ["port", "host", "password", "database"])
-def test_a_database_that_cannot_be_reached_is_one_line_without_credentials(
-    guarded_url: str, tmp_path: Path, driver: str, wrong: str
-) -> None:
-    url = make_url(guarded_url).set(drivername=f"postgresql+{driver}")
-    match wrong:
-        case "port":
-            url = url.set(port=1)
-        case "host":
-            url = url.set(host="nowhere.invalid")
-        case "database":
-            url = url.set(database="nowhere", username="outbox")
-    command = Command(tmp_path, {"OUTBOX_DB_ENGINE_URL": url.render_as_string(hide_password=False)})
-    ran = command.run_now("status", "--json")
-    assert (ran.code, ran.stdout, len(ran.stderr.splitlines())) == (ExitCode.UNREACHABLE, "", 1)
-    assert ran.stderr.startswith(f"error: cannot reach the database {url.host}:{url.port}/{url.database}: ")
-    assert CANARY not in ran.said
-
-
-@pytest.mark.parametrize("arguments", [["relay"], ["worker", "application:everything"]])
-async def test_relay_and_worker_end_with_4_if_they_cannot_reach_the_database(
-    sqlite_application: Command, arguments: list[str]
-) -> None:
-    url = f"postgresql://shop:{CANARY}@127.0.0.1:1/shop"
-    ran = sqlite_application.process(*arguments, OUTBOX_DB_ENGINE_URL=url)
-    assert (ran.code, ran.stdout, _error_lines(ran)) == (ExitCode.UNREACHABLE, "", 1)
-    assert CANARY not in ran.said
-
-
-async def test_a_file_that_is_no_database_and_one_that_is_not_there(sqlite_command: Command) -> None:
-    file = sqlite_command.folder / "outbox.db"
-    missing = await sqlite_command.run("status")
-    assert (missing.code, missing.stdout) == (ExitCode.UNREACHABLE, "")
-    assert str(file) in missing.stderr
-    assert not file.exists(), "looking must not make what it looks for"
-    file.write_text("something else entirely, and long enough to be looked at as a header" * 20)
-    ran = await sqlite_command.run("status")
-    assert (ran.code, len(ran.stderr.splitlines())) == (ExitCode.UNREACHABLE, 1)
-
-
-@pytest.mark.parametrize("arguments", [["nonsense"], ["status", "--nonsense"], ["messages", "list", "--state", "dead"]])
-async def test_a_command_that_does_not_exist_ends_with_2(sqlite_command: Command, arguments: list[str]) -> None:
-    ran = await sqlite_command.run(*arguments)
-    assert (ran.code, ran.stdout) == (ExitCode.USAGE, "")
-
-
-def test_a_pipe_that_is_closed_early_is_no_error(sqlite_command: Command) -> None:
-    script = f"{sys.executable} -m outbox tables sql --dialect postgresql | head -1"
-    ran = subprocess.run(
-        ["bash", "-c", script], env=sqlite_command.environment, capture_output=True, text=True, timeout=60, check=True
-    )
-    assert ran.stdout == "CREATE TABLE outbox_table (\n"
-    assert ran.stderr == ""
-
-
-# Secrets and strangers.
-
-
-def every_command() -> Iterator[list[str]]:
-    root = get_command(app)
-    assert isinstance(root, TyperGroup)
-    for name, found in root.commands.items():
-        if isinstance(found, TyperGroup):
-            yield from ([name, inner] for inner in found.commands)
-        else:
-            yield [name]
-
-
-ARGUMENTS = {
-    "messages show": ["no-such-id"],
-    "dead-letters show": ["1"],
-    "dead-letters replay": ["--all"],
-    "dead-letters discard": ["--all", "--yes"],
-    "queues remove": ["nobody"],
-    "tables switch-transport": ["database"],
-    "worker": ["application:everything"],
-}
-PLAYS_BY_ITSELF = ("demo",)  # it forgets the environment's settings
-
-
-@pytest.mark.parametrize("words", list(every_command()), ids=" ".join)
-async def test_no_command_shows_a_password_nor_steers_the_terminal(
-    words: list[str], postgresql_url: str, table_name: str, tmp_path: Path
-) -> None:
-    (tmp_path / "application.py").write_text(APPLICATION)
-    url = make_url(postgresql_url).set(password=CANARY).render_as_string(hide_password=False)
-    command = Command(tmp_path, {"OUTBOX_DB_ENGINE_URL": url, "OUTBOX_TABLE_NAME": table_name})
-    arguments = ARGUMENTS.get(" ".join(words), [])
-    ran = [await command.run(*words, "--help")]
-    if words[0] not in PLAYS_BY_ITSELF:
-        unreachable = f"postgresql://shop:{CANARY}@127.0.0.1:1/shop"
-        ran.append(command.process(*words, *arguments, OUTBOX_DB_ENGINE_URL=unreachable))
-    if words[0] not in ("worker", "relay", *PLAYS_BY_ITSELF):
-        ran.append(await command.run(*words, *arguments))
-        if "--json" in ran[0].stdout:
-            ran.append(await command.run(*words, *arguments, "--json"))
-    for each in ran:
-        assert each.said
-        assert CANARY not in each.said
-        assert "\x1b" not in each.said
-        assert "Traceback" not in each.said
-
-
-HOSTILE = "a.\u202e[bold red]b[/]\x9b31m.{x}"
-
-
-async def test_what_a_stranger_wrote_is_shown_and_never_obeyed(command: Command, outbox: Outbox) -> None:
-    @listen("#", queue="[link=file:///etc]q[/link]")
-    async def hostile(body: object) -> None:
-        raise Reject("\x1b]0;title\x07 [red]error[/red] \u2066 \x9b2J")
-
-    async with outbox.running(listeners=[hostile]):
-        async with outbox.transaction() as session:
-            message = await outbox.emit(session, HOSTILE, "\x1b[2J", key="k\x85[u]", headers={"x": "\x9bm[i]"})
-        assert message is not None
-        [letter] = await until(lambda: _all_dead(outbox, 1))
-    ran = [
-        await command.run("status", "--interval", "0"),
-        await command.run("queues", "list"),
-        await command.run("dead-letters", "list", "--body"),
-        await command.run("dead-letters", "show", str(letter.id), "--body"),
-        await command.run("messages", "show", message.id, "--body"),
-    ]
-    await outbox.dead_letters.replay([letter.id])
-    ran += [
-        await command.run("messages", "list", "--body"),
-        await command.run("messages", "show", message.id, "--body"),
-        await command.run("messages", "list", "--body", "--json"),
-    ]
-    for each in ran:
-        assert each.code == 0
-        assert not [sign for sign in each.stdout if not sign.isprintable() and sign != "\n"]
-    assert r"a.\u202e[bold red]b[/]\x9b31m.{x}" in ran[4].stdout
-    assert r"[red]error[/red] \u2066 \x9b2J" in ran[3].stdout
-    assert "[link=file:///etc]q[/link]" in ran[0].stdout
-    assert ran[-1].document["messages"][0]["message"]["routing_key"] == HOSTILE
-
-
-async def test_logs_escape_what_a_stranger_wrote(sqlite_application: Command, make_sqlite_outbox: Outbox) -> None:
-    outbox = make_sqlite_outbox
-    module = 'from outbox import listen\n\n\n@listen("#", queue="q")\nasync def listener(body):\n    pass\n'
-    (sqlite_application.folder / "quiet.py").write_text(module)
-    async with outbox.transaction() as session:
-        await outbox.emit(session, HOSTILE, {})
-    with sqlite_application.started("worker", "quiet:listener") as worker:
-        await until(lambda: _no_message(outbox))
-        worker.terminate()
-        _, log = await asyncio.to_thread(worker.communicate, timeout=30)
-    assert r"handled a.\u202e[bold red]b[/]\x9b31m.{x}" in log
-    assert not [sign for sign in log if not sign.isprintable() and sign != "\n"]
-
-
-async def _no_message(outbox: Outbox) -> bool:
-    return not await outbox.messages()
+# On a terminal.
 
 
 async def test_on_a_terminal_of_80_columns_nothing_is_cut_and_no_line_is_longer(
-    sqlite_command: Command, make_sqlite_outbox: Outbox
+    sqlite_command: Command, sqlite_outbox: Outbox
 ) -> None:
-    outbox = make_sqlite_outbox
+    outbox = sqlite_outbox
 
     @listen("warehouse.stock.counted_by_hand", queue="a.rather.long.name.of_a_module.on_stock_counted")
     async def listener(body: object) -> None:
@@ -885,26 +461,40 @@ async def test_on_a_terminal_of_80_columns_nothing_is_cut_and_no_line_is_longer(
     async with outbox.running(listeners=[listener]):
         async with outbox.transaction() as session:
             message = await outbox.emit(session, "warehouse.stock.counted_by_hand", {})
-        [letter] = await until(lambda: _all_dead(outbox, 1))
+        [letter] = await until(lambda: all_dead(outbox, 1))
     assert message is not None
-    for arguments, whole in [
-        (["status", "--interval", "0"], [listener.queue, listener.binding_key]),
-        (["dead-letters", "list"], [listener.queue, "and why it will never be right"]),
-        (["dead-letters", "show", str(letter.id)], [message.id, listener.queue]),
-        (["messages", "show", message.id], [message.id, listener.queue]),
-    ]:
-        ran = await asyncio.to_thread(sqlite_command.on_a_terminal, *arguments)
-        assert ran.code == 0
-        lines = [ANSI.sub("", line).rstrip() for line in ran.stdout.splitlines()]
-        assert max(len(line) for line in lines) <= 80
-        for value in whole:
-            assert _is_whole(value, lines), (value, lines)
+    for arguments in (["status", "--interval", "0"], ["queues", "list"], ["dead-letters", "list"]):
+        lines = await _lines_on_a_terminal(sqlite_command, *arguments)
+        assert _column(lines, "QUEUE") == listener.queue
+        if "dead-letters" in arguments:
+            assert _column(lines, "ERROR").endswith("itwillneverberight")
+        else:
+            assert _column(lines, "BINDING KEYS") == listener.binding_key
+    for arguments in (["messages", "show", message.id], ["dead-letters", "show", str(letter.id)]):
+        lines = await _lines_on_a_terminal(sqlite_command, *arguments)
+        assert any(message.id in line for line in lines) and any(listener.queue in line for line in lines)
+    await outbox.dead_letters.replay([letter.id])
+    lines = await _lines_on_a_terminal(sqlite_command, "messages", "list")
+    assert _column(lines, "MESSAGE") == message.id and _column(lines, "QUEUE") == listener.queue
 
 
-def _is_whole(value: str, lines: list[str]) -> bool:
-    """Whether all of a value is there, perhaps broken over the lines of one column."""
-    letters = iter(re.sub(r"\s", "", "".join(lines)))
-    return all(letter in letters for letter in re.sub(r"\s", "", value))
+async def _lines_on_a_terminal(command: Command, *arguments: str) -> list[str]:
+    ran = await asyncio.to_thread(command.on_a_terminal, *arguments)
+    assert ran.code == 0
+    assert ANSI.search(ran.stdout), "a terminal is not shown plain text"
+    lines = [ANSI.sub("", line).rstrip() for line in ran.stdout.splitlines()]
+    assert max(len(line) for line in lines) <= 80
+    return lines
+
+
+def _column(lines: list[str], heading: str) -> str:
+    """What stands below a heading, put together again where it was broken."""
+    head = next(number for number, line in enumerate(lines) if heading in line and line == line.upper())
+    start = lines[head].index(heading)
+    rest = re.match(rf"{heading} *", lines[head][start:])
+    assert rest is not None
+    end = start + rest.end() if lines[head][start + rest.end() :] else None
+    return "".join(line[start:end].strip().replace(" ", "") for line in lines[head + 1 :])
 
 
 # The help.

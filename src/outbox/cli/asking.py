@@ -1,0 +1,97 @@
+"""Asking: one conversation with the database, and what is said when it does not answer."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from sqlalchemy import URL
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+
+from outbox.cli.exits import ExitCode, Failure
+from outbox.instance import Outbox
+from outbox.stores.sqlite import in_memory
+
+Answer = TypeVar("Answer")
+
+_CONNECTION_STATES = ("08", "28", "3D", "53", "57")  # SQL states: connection, password, database, resources, operator
+_REFUSED = "42501"  # a right is missing
+
+
+def ask(outbox: Outbox, question: Callable[[], Awaitable[Answer]], *, makes_file: bool = False) -> Answer:
+    """Ask, let go of the connections, and answer; Failure where the database cannot be reached."""
+
+    async def asking() -> Answer:
+        try:
+            return await question()
+        finally:
+            await outbox.close()
+
+    if not makes_file:
+        _check_file(outbox)
+    try:
+        return asyncio.run(asking())
+    except BrokenPipeError:
+        raise
+    except (SQLAlchemyError, OSError) as error:
+        raise explained(error, outbox) from None
+    except Exception as error:
+        if _state(error):  # drivers that SQLAlchemy does not hear out
+            raise explained(error, outbox) from None
+        raise
+
+
+def explained(error: Exception, outbox: Outbox) -> Failure:
+    """What a database's error means for whoever typed the command."""
+    words, state = _words(error), _state(error)
+    if state == _REFUSED:
+        return Failure(ExitCode.CONFIGURATION, f"the database does not allow it: {words}")
+    if _unreachable(error, state):
+        return Failure(ExitCode.UNREACHABLE, f"cannot reach the database {place(outbox.engines.main.url)}: {words}")
+    return Failure(ExitCode.WRONG, f"the database says: {words}")
+
+
+def place(url: URL) -> str:
+    """Where a database is, without who logs in there."""
+    if url.host is None:
+        return url.database or "in memory"
+    host = url.host.rpartition("@")[2]  # before it stands the rest of a password that nobody quoted
+    port = "" if url.port is None else f":{url.port}"
+    return f"{host}{port}/{url.database or ''}"
+
+
+def _check_file(outbox: Outbox) -> None:
+    """SQLite would make the file that a mistyped path names, and then find nothing in it."""
+    if not outbox.engines.configured:
+        return
+    url = outbox.engines.main.url
+    if url.get_backend_name() != "sqlite" or in_memory(url) or (url.database or "").startswith("file:"):
+        return
+    if not Path(url.database or "").exists():
+        raise Failure(ExitCode.UNREACHABLE, f"there is no file {url.database}; `outbox tables create` would make it")
+
+
+def _unreachable(error: Exception, state: str) -> bool:
+    if isinstance(error, OSError):
+        return True
+    if state:
+        return state[:2] in _CONNECTION_STATES
+    # Neither psycopg nor sqlite3 gives a state when no connection came about.
+    return isinstance(error, DBAPIError) and not _words(error).startswith("no such")
+
+
+def _state(error: Exception) -> str:
+    return getattr(_original(error), "sqlstate", None) or ""
+
+
+def _words(error: Exception) -> str:
+    text = str(_original(error)).strip() or type(error).__name__
+    return re.sub(r"^<class '[^']*'>: ", "", text.splitlines()[0])
+
+
+def _original(error: Exception) -> Any:
+    """SQLAlchemy's own text goes on with the statement and a link: the driver's is what happened."""
+    return getattr(error, "orig", None) or error

@@ -1,0 +1,74 @@
+"""Exits: how a command ended, as a number for scripts and as one line for people."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import IntEnum
+from typing import Self
+
+import typer
+from sqlalchemy.exc import ArgumentError
+
+from outbox.cli.secrets import redacted
+from outbox.cli.words import lines
+from outbox.core.errors import ConfigurationError, OutboxError, TransportUnavailable
+
+
+class ExitCode(IntEnum):
+    """Every code that the command ends with."""
+
+    meaning: str
+
+    def __new__(cls, value: int, meaning: str) -> Self:
+        code = int.__new__(cls, value)
+        code._value_ = value
+        code.meaning = meaning
+        return code
+
+    FINE = 0, "all went well"
+    WRONG = 1, "not found, nothing to do, or a ledger that does not balance"
+    USAGE = 2, "the command was not written as its help says"
+    CONFIGURATION = 3, "the setup cannot work; the line on stderr says what to change"
+    UNREACHABLE = 4, "the database, or a broker, cannot be reached"
+    ABANDONED = 5, "the grace ended before listeners did; their messages are tried again"
+    FORCED = 130, "the same, because of a second signal"
+
+
+def in_words() -> str:
+    """The codes, for the end of the help. The \\b keeps their lines from being filled up to a paragraph."""
+    return "\n".join(["\b", "Exit codes:", *(f"{code.value:>5}  {code.meaning}" for code in ExitCode)])
+
+
+class Failure(Exception):
+    """Ends the command with this code and this line."""
+
+    def __init__(self, code: ExitCode, line: str) -> None:
+        super().__init__(line)
+        self.code = code
+        self.line = line
+
+
+@contextmanager
+def reported() -> Iterator[None]:
+    """Turn what the library raises on purpose into a line on stderr and a code."""
+    try:
+        yield
+    except Failure as failure:
+        end(failure.code, failure.line)
+    except ConfigurationError as error:
+        end(ExitCode.CONFIGURATION, str(error))
+    except ArgumentError as error:  # SQLAlchemy's word for a URL or an option that it cannot use
+        end(ExitCode.CONFIGURATION, str(error).splitlines()[0])
+    except TransportUnavailable as error:
+        end(ExitCode.UNREACHABLE, str(error))
+    except OutboxError as error:
+        end(ExitCode.WRONG, str(error))
+
+
+def end(code: ExitCode, line: str) -> None:
+    """Say why, and leave."""
+    sys.stdout.flush()
+    print(f"error: {lines(redacted(line))}", file=sys.stderr)
+    raise typer.Exit(code)

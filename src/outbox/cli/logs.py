@@ -1,0 +1,40 @@
+"""Logs: what relay and worker write to stderr. Only the command line sets logging up, never the library."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from outbox.cli.words import lines
+
+FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+class LogLevel(StrEnum):
+    """How much is told."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+LogLevelName = Annotated[LogLevel, typer.Option("--log-level", help="How much to write to stderr.")]
+
+
+class PrintableFormatter(logging.Formatter):
+    """Routing keys and error texts come from elsewhere: what has no shape of its own is escaped."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return lines(super().format(record))
+
+
+def start_logging(level: LogLevel) -> None:
+    """Log to stderr, unless the application's module has already said where its log goes."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(PrintableFormatter(FORMAT))
+    logging.basicConfig(level=level.upper(), handlers=[handler])

@@ -1,0 +1,178 @@
+"""`outbox messages`: what is stored, and the walk of each message."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from outbox.cli import screen, words
+from outbox.cli.asking import ask
+from outbox.cli.documents import document, print_document
+from outbox.cli.exits import ExitCode, Failure
+from outbox.cli.targets import AsJson, OutboxName, find_outbox
+from outbox.core.message import Message
+from outbox.core.store import StoredMessage
+
+app = typer.Typer(help="List stored messages and tell the walk of one.", no_args_is_help=True)
+
+Fact = tuple[str, object]
+
+UNROUTABLE = "unroutable"
+GONE = "those that were handled are deleted unless clean_up_after keeps them"
+
+_HISTORY = re.compile(r"(?P<when>\S+ \S+Z) (?P<what>attempt \d+|unroutable)(?P<how>.*)")
+
+
+class State(StrEnum):
+    """Where a stored message can be; dead ones are listed by `outbox dead-letters`."""
+
+    WAITING = "waiting"
+    UNROUTABLE = "unroutable"
+    DELIVERED = "delivered"
+    RETRYING = "retrying"
+    SENT = "sent"
+
+
+Limit = Annotated[int, typer.Option(min=1, help="At most this many.")]
+After = Annotated[int, typer.Option(min=0, help="Go on behind this id, which the list before ended with.")]
+WithBody = Annotated[bool, typer.Option("--body", help="Show the body too, as text or else in base64.")]
+OneState = Annotated[State | None, typer.Option(help="Only those in this state.")]
+OneQueue = Annotated[str | None, typer.Option(help="Only those of this queue.")]
+MessageId = Annotated[
+    str, typer.Argument(metavar="MESSAGE_ID", help="The message's id, its last tracking id.", show_default=False)
+]
+
+
+@app.command("list", short_help="List stored messages.")
+def list_messages(
+    state: OneState = None,
+    queue: OneQueue = None,
+    limit: Limit = 50,
+    after: After = 0,
+    with_body: WithBody = False,
+    as_json: AsJson = False,
+    outbox_name: OutboxName = "",
+) -> None:
+    """List stored messages, oldest first, a line for each queue that a message is in. Dead letters are left out."""
+    outbox = find_outbox(outbox_name)
+    found = ask(outbox, lambda: outbox.messages(state=state, queue=queue, limit=limit, after=after))
+    next_after = found[-1].row_id if len(found) == limit else None
+    if as_json:
+        print_document({"messages": found, "next_after": next_after}, with_body=with_body)
+    elif not found:
+        screen.show(screen.note(f"no message; {GONE}"))
+    else:
+        _show_list(found, with_body)
+        if next_after is not None:
+            screen.show(screen.note(f"there may be more: --after {next_after}"))
+
+
+@app.command("show", short_help="Tell a message's walk.")
+def show_message(
+    message_id: MessageId, with_body: WithBody = False, as_json: AsJson = False, outbox_name: OutboxName = ""
+) -> None:
+    """Tell a message's walk: emitted, due, routed, each failed attempt, and where it is now, for every queue."""
+    outbox = find_outbox(outbox_name)
+    places = ask(outbox, lambda: outbox.find(message_id))
+    if not places:
+        raise Failure(
+            ExitCode.WRONG,
+            f"no message has the id {message_id!r}; {GONE}",
+        )
+    if as_json:
+        without_message = [
+            {name: value for name, value in document(place).items() if name != "message"} for place in places
+        ]
+        print_document({"message": places[0].message, "places": without_message}, with_body=with_body)
+    else:
+        _show_walk(places, with_body)
+
+
+def _show_list(found: Sequence[StoredMessage], with_body: bool) -> None:
+    columns = ["message", "state", "routing key", "queue", *(["body"] if with_body else [])]
+    rows = [
+        (
+            place.message.id,
+            place.state,
+            place.message.routing_key,
+            place.queue or words.NOTHING,
+            *([words.body(place.message.body)[0]] if with_body else []),
+        )
+        for place in found
+    ]
+    screen.show(screen.table(columns, rows, whole=("message", "state")))
+
+
+def _show_walk(places: Sequence[StoredMessage], with_body: bool) -> None:
+    message = places[0].message
+    screen.show(screen.heading(f"{message.routing_key}  {message.id}"), screen.facts(emitted(message, with_body)))
+    for place in places:
+        where = f"in queue {place.queue}" if place.queue else "in the outbox"
+        screen.show("", screen.heading(where), screen.facts(_walk(place)))
+
+
+def emitted(message: Message, with_body: bool) -> Iterator[Fact]:
+    """What was said when the message was emitted."""
+    yield "emitted", words.moment(message.created_at)
+    if message.key is not None:
+        yield "key", message.key
+    if len(message.tracking_ids) > 1:
+        yield "tracking", "\n".join(message.tracking_ids)
+    for name, value in message.headers.items():
+        yield "header", f"{name}: {words.printable(value)}"
+    yield "body", f"{words.count(len(message.body), 'byte')}, {message.content_type}"
+    if message.expires_at is not None:
+        yield "expires", words.moment(message.expires_at)
+    if with_body:
+        text, encoding = words.body(message.body)
+        yield "" if encoding == "text" else encoding, text
+
+
+def _walk(place: StoredMessage) -> Iterator[Fact]:
+    """One place's part of the walk, in the order in which it happened."""
+    history = [attempt_fact(line) for line in place.history.splitlines()]
+    if place.timer_id is not None:
+        yield "timer", place.timer_id
+    if place.attempt_count <= (place.state == "sent") and not history:
+        yield "due", words.moment(place.due_at)  # after a failure it tells when the next attempt is
+    yield from (fact for fact in history if fact[0] == UNROUTABLE)
+    if place.routed_at is not None:
+        yield "routed", words.moment(place.routed_at)
+    yield from (fact for fact in history if fact[0] != UNROUTABLE)
+    if place.crash_count:
+        yield "crashed", f"{words.count(place.crash_count, 'attempt')} never ended: the worker died or lost its lease"
+    if place.leased_until is not None:
+        yield "leased", f"until {words.moment(place.leased_until)}"
+    yield "now", _now(place)
+    if place.error:
+        yield "error", place.error
+
+
+def attempt_fact(line: str) -> Fact:
+    """A line of a history: `2025-01-01 12:00:00Z attempt 1 failed: why` is about attempt 1."""
+    found = _HISTORY.fullmatch(line)
+    return (found["what"], f"{found['when']}{found['how']}") if found else ("", line)
+
+
+def _now(place: StoredMessage) -> str:
+    attempts = words.count(place.attempt_count, "attempt")
+    match State(place.state) if place.state != "dead" else place.state:
+        case State.WAITING:
+            return "waiting for a relay or worker"
+        case State.UNROUTABLE:
+            again = words.moment(place.due_at)
+            return f"unroutable: no queue is bound to {place.message.routing_key}; looked at again {again}"
+        case State.DELIVERED:
+            return "delivered, waiting for its first attempt" if place.leased_until is None else "being handled"
+        case State.RETRYING:
+            return f"retrying after {attempts}, the next is due {words.moment(place.due_at)}"
+        case State.SENT:
+            done = words.moment(place.done_at) if place.done_at else ""
+            return f"handled {done}, after {attempts}" if place.queue else f"sent {done}, after {attempts}"
+        case _:
+            died = words.moment(place.done_at) if place.done_at else ""
+            return f"dead letter {place.row_id} since {died}, after {attempts}: {place.reason}"

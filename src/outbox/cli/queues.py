@@ -1,0 +1,80 @@
+"""`outbox queues`: who asks for what, and what lies there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from outbox.cli import screen, words
+from outbox.cli.asking import ask
+from outbox.cli.documents import print_document
+from outbox.cli.exits import ExitCode, Failure
+from outbox.cli.targets import AsJson, OutboxName, find_outbox
+from outbox.core.store import QueueBacklog
+from outbox.instance import Outbox
+
+app = typer.Typer(help="List queues and remove their bindings.", no_args_is_help=True)
+
+Queue = Annotated[str, typer.Argument(metavar="QUEUE", help="The queue's name.", show_default=False)]
+
+
+@app.command("list", short_help="List queues.")
+def list_queues(as_json: AsJson = False, outbox_name: OutboxName = "") -> None:
+    """List queues: their binding keys and what lies in them."""
+    outbox = find_outbox(outbox_name)
+    queues = ask(outbox, outbox.backlog).queues
+    if as_json:
+        print_document({"queues": queues})
+    elif queues:
+        screen.show(queue_table(queues))
+    else:
+        screen.show(screen.note("no queue is bound yet: workers bind theirs when they start"))
+
+
+@app.command("remove", short_help="Remove a queue's bindings.")
+def remove_queue(queue: Queue, as_json: AsJson = False, outbox_name: OutboxName = "") -> None:
+    """Remove a queue's bindings, so that it gets no further messages.
+
+    What lies in it stays, for a worker that listens on it. A worker that starts with such a listener binds it again.
+    """
+    outbox = find_outbox(outbox_name)
+    removed, left = ask(outbox, lambda: _remove(outbox, queue))
+    if not removed and left is None:
+        raise Failure(ExitCode.WRONG, f"no queue is called {queue!r}; see: outbox queues list")
+    if as_json:
+        print_document({"queue": queue, "removed": removed, "left": left})
+        return
+    print(f"removed {words.count(removed, 'binding')} of {words.printable(queue)}")
+    if left is not None and (left.delivered or left.retrying or left.dead):
+        messages = words.count(left.delivered + left.retrying, "message")
+        print(f"in it still: {messages}, {words.count(left.dead, 'dead letter')}")
+
+
+async def _remove(outbox: Outbox, queue: str) -> tuple[int, QueueBacklog | None]:
+    removed = await outbox.unbind(queue)
+    backlog = await outbox.backlog()
+    return removed, next((found for found in backlog.queues if found.queue == queue), None)
+
+
+def queue_table(queues: Sequence[QueueBacklog]) -> Table:
+    """Queues as status and `queues list` show them."""
+    numbers = ("delivered", "retrying", "leased", "dead", "oldest")
+    return screen.table(
+        ("queue", "binding keys", *numbers),
+        [
+            (
+                found.queue,
+                ", ".join(found.binding_keys) or words.NOTHING,
+                found.delivered,
+                found.retrying,
+                found.leased,
+                found.dead,
+                words.duration(found.oldest),
+            )
+            for found in queues
+        ],
+        numbers=numbers,
+    )

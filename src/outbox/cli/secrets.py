@@ -1,0 +1,43 @@
+"""Secrets: kept out of everything that is shown, wherever the text came from."""
+
+from __future__ import annotations
+
+import os
+import re
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from outbox.settings import PREFIX
+
+HIDDEN = "***"
+EXAMPLE = "user:password@"  # nobody's: it stands in our own advice
+
+_USER_INFORMATION = re.compile(r"(?<=://)[^\s/@\"']*:[^\s\"']*@")  # to the last @: a password may hold others
+_NAMES = re.compile(r"password|passwd|secret|token", re.IGNORECASE)
+
+
+def redacted(text: str) -> str:
+    """The text without credentials: those of any URL in it, and those of the environment's URLs anywhere."""
+    text = _USER_INFORMATION.sub(lambda found: found[0] if found[0] == EXAMPLE else f"{HIDDEN}@", text)
+    for secret in _known():
+        text = text.replace(secret, HIDDEN)
+    return text
+
+
+def _known() -> set[str]:
+    """The passwords in the URLs that the environment holds, as written and as meant."""
+    found: set[str] = set()
+    for name, value in os.environ.items():
+        if name.startswith(PREFIX) and "://" in value:
+            found.update(_of(value))
+    # A very short one would turn ordinary words into stars and so tell where it stands.
+    return {secret for secret in found if len(secret) > 3}
+
+
+def _of(url: str) -> set[str]:
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return set()
+    written = parts.netloc.rpartition("@")[0].partition(":")[2]
+    queried = [value for name, value in parse_qsl(parts.query) if _NAMES.search(name)]
+    return {secret for secret in (written, unquote(written), *queried) if secret}

@@ -1,0 +1,37 @@
+"""Serving: a relay's or worker's life as a process of its own."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from outbox.cli.asking import ask
+from outbox.cli.exits import ExitCode
+from outbox.core.listener import Listener
+from outbox.instance import Outbox
+from outbox.shutdown import on_signals
+
+
+def serve(outbox: Outbox, listeners: Sequence[Listener] | None = None) -> None:
+    """Work until a signal: as a worker if there are listeners, as a relay otherwise."""
+
+    async def working() -> None:
+        # What Outbox.worker and Outbox.message_relay do, with the shutdown in hand: it knows of a second signal.
+        with on_signals() as shutdown:
+            if listeners is None:
+                await outbox.run(shutdown, relay=True)
+            elif await outbox.run(shutdown, listeners=listeners):
+                _leave(ExitCode.FORCED if shutdown.forced.is_set() else ExitCode.ABANDONED)
+
+    ask(outbox, working, makes_file=True)
+
+
+def _leave(code: ExitCode) -> NoReturn:
+    """End at once. An abandoned listener may hold a thread that the interpreter would wait for without end."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,206 @@
+"""`outbox status`: what lies where, and how fast it comes and goes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Annotated
+
+import typer
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from sqlalchemy.exc import SQLAlchemyError
+
+from outbox.cli import screen, words
+from outbox.cli.asking import ask, explained
+from outbox.cli.documents import document, print_document
+from outbox.cli.exits import ExitCode, Failure
+from outbox.cli.queues import queue_table
+from outbox.cli.targets import AsJson, OutboxName, find_outbox
+from outbox.core.store import Backlog
+from outbox.instance import Outbox
+from outbox.shutdown import Shutdown, on_signals
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Rows per second between two looks.
+
+    In: rows written to the messages table; a message for three queues is three rows, a replay is one. Out: rows that
+    were settled meanwhile, that is those written less those by which the open ones became more: handled, sent, dead,
+    cancelled. On PostgreSQL a row whose transaction rolled back counts in both.
+    """
+
+    rows_in_per_second: float
+    rows_out_per_second: float
+    seconds: float
+
+    @classmethod
+    def between(cls, before: Look, after: Look) -> Rates:
+        seconds = max((after.at - before.at).total_seconds(), 0.001)
+        written = after.backlog.rows_written - before.backlog.rows_written
+        settled = written - (after.open_rows - before.open_rows)
+        return cls(max(0, written) / seconds, max(0, settled) / seconds, seconds)
+
+
+@dataclass(frozen=True)
+class Look:
+    """The backlog at one moment."""
+
+    at: datetime
+    backlog: Backlog
+
+    @property
+    def open_rows(self) -> int:
+        queued = sum(queue.delivered + queue.retrying for queue in self.backlog.queues)
+        return self.backlog.waiting + self.backlog.unroutable + queued
+
+
+@dataclass(frozen=True)
+class Status:
+    """What a look found, with the rates since the one before it."""
+
+    table: str
+    look: Look
+    rates: Rates | None = None
+    trouble: str = ""  # why there is no newer look
+
+
+Watch = Annotated[bool, typer.Option("--watch", help="Look again and again, until Ctrl-C.")]
+Interval = Annotated[
+    float, typer.Option(min=0, metavar="SECONDS", help="Time between two looks. 0: a single look, without rates.")
+]
+
+
+def status(
+    watch: Watch = False, interval: Interval = 1.0, as_json: AsJson = False, outbox_name: OutboxName = ""
+) -> None:
+    """Show what waits, what is due, and what lies in each queue.
+
+    Rates come from two looks. In: rows written to the table per second, where a message for three queues is three rows.
+    Out: rows settled per second, that is handled, sent, dead or cancelled. On PostgreSQL a row whose transaction rolled
+    back counts in both.
+
+    With --watch --json each look is a document on a line of its own.
+    """
+    outbox = find_outbox(outbox_name)
+    if watch:
+        ask(outbox, lambda: _watch(outbox, max(interval, 0.1), as_json))
+        return
+    found = ask(outbox, lambda: _twice(outbox, interval))
+    if as_json:
+        print_document(_document(found))
+    else:
+        screen.show(*_parts(found))
+
+
+async def _twice(outbox: Outbox, interval: float) -> Status:
+    first = await _look(outbox)
+    if not interval:
+        return Status(_table(outbox), first)
+    await asyncio.sleep(interval)
+    second = await _look(outbox)
+    return Status(_table(outbox), second, Rates.between(first, second))
+
+
+async def _watch(outbox: Outbox, interval: float, as_json: bool) -> None:
+    console = screen.console()
+    with on_signals() as shutdown:
+        looks = _looks(outbox, interval, shutdown)
+        if as_json:
+            async for found in looks:
+                print_document(_document(found), compact=True)
+        elif console.is_terminal:
+            await _fill_screen(console, looks)
+        else:
+            async for found in looks:
+                screen.show(*_parts(found), "")
+
+
+async def _fill_screen(console: Console, looks: AsyncIterator[Status]) -> None:
+    """A screen of its own while it lasts; what was seen last stays behind."""
+    found: Status | None = None
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        async for found in looks:
+            live.update(Group(*_parts(found)), refresh=True)
+    if found is not None:
+        screen.show(*_parts(found))
+
+
+async def _looks(outbox: Outbox, interval: float, shutdown: Shutdown) -> AsyncIterator[Status]:
+    """Looks until a signal. A database that goes away later than at the first one is waited for."""
+    before = await _look(outbox)
+    found = Status(_table(outbox), before)
+    while not shutdown.begun.is_set():
+        yield found
+        with suppress(TimeoutError):
+            await asyncio.wait_for(shutdown.begun.wait(), interval)
+        try:
+            after = await _look(outbox)
+        except (SQLAlchemyError, OSError) as error:
+            failure = explained(error, outbox)
+            if failure.code != ExitCode.UNREACHABLE:
+                raise Failure(failure.code, failure.line) from None
+            found = Status(found.table, before, trouble=failure.line)
+        else:
+            found = Status(found.table, after, Rates.between(before, after))
+            before = after
+
+
+async def _look(outbox: Outbox) -> Look:
+    backlog = await outbox.backlog()
+    return Look(datetime.now(UTC), backlog)
+
+
+def _table(outbox: Outbox) -> str:
+    return outbox.tables.messages.fullname
+
+
+def _document(found: Status) -> dict[str, object]:
+    backlog: dict[str, object] = document(found.look.backlog)
+    return {
+        "at": found.look.at,
+        "table": found.table,
+        **backlog,
+        "rates": found.rates,
+        "trouble": found.trouble or None,
+    }
+
+
+def _parts(found: Status) -> list[RenderableType]:
+    backlog = found.look.backlog
+    parts: list[RenderableType] = [
+        screen.heading(f"{found.table}  {words.moment(found.look.at)}"),
+        screen.facts(
+            [
+                ("waiting", _waiting(backlog)),
+                ("oldest due", words.duration(backlog.oldest)),
+                ("leased", backlog.leased),
+                ("unroutable", f"{backlog.unroutable}, no queue is bound to them" if backlog.unroutable else 0),
+                ("sent", f"{backlog.sent}, kept by clean_up_after" if backlog.sent else 0),
+                ("dead", f"{backlog.dead}, see outbox dead-letters list" if backlog.dead else 0),
+                ("rows", _rates(found.rates)),
+            ]
+        ),
+        "",
+    ]
+    if found.trouble:
+        parts.insert(1, screen.heading(f"{found.trouble}; this is what was seen last"))
+    if backlog.queues:
+        parts.append(queue_table(backlog.queues))
+    else:
+        parts.append(screen.note("no queue is bound yet: workers bind theirs when they start"))
+    return parts
+
+
+def _waiting(backlog: Backlog) -> str:
+    return f"{backlog.waiting}, {backlog.due} of them due" if backlog.waiting else "0"
+
+
+def _rates(rates: Rates | None) -> str:
+    if rates is None:
+        return words.NOTHING
+    return f"{rates.rows_in_per_second:.1f} in, {rates.rows_out_per_second:.1f} out, per second"

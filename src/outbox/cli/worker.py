@@ -1,0 +1,23 @@
+"""`outbox worker`: runs listeners."""
+
+from __future__ import annotations
+
+from outbox.cli.logs import LogLevel, LogLevelName, start_logging
+from outbox.cli.serving import serve
+from outbox.cli.targets import ListenersName, OutboxName, find_listeners, find_outbox
+
+
+def worker(
+    listeners_name: ListenersName, outbox_name: OutboxName = "", log_level: LogLevelName = LogLevel.INFO
+) -> None:
+    """Serve listeners until SIGINT or SIGTERM, for example: outbox worker shop.listeners:all_listeners
+
+    The module is imported from this folder too; the setup() in it, or OUTBOX_DB_ENGINE_URL, says where the database is.
+
+    On the first signal nothing new is started and running listeners get their grace (OUTBOX_GRACE, 30 s). Those that
+    are still running then, or at a second signal, are abandoned: their messages are tried again.
+    """
+    listeners = find_listeners(listeners_name)
+    outbox = find_outbox(outbox_name)
+    start_logging(log_level)
+    serve(outbox, listeners)

@@ -1,0 +1,46 @@
+"""The `outbox` command on the databases at hand."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from outbox import Outbox
+
+from .commands import APPLICATION, Command
+
+
+@pytest.fixture
+def command(database_url: str, table_name: str, tmp_path: Path) -> Command:
+    """The command, on the database at hand."""
+    return Command(tmp_path, {"OUTBOX_DB_ENGINE_URL": database_url, "OUTBOX_TABLE_NAME": table_name})
+
+
+@pytest.fixture
+def sqlite_command(tmp_path: Path) -> Command:
+    """The command on a SQLite file, for what does not depend on the database."""
+    return Command(tmp_path, {"OUTBOX_DB_ENGINE_URL": f"sqlite:///{tmp_path / 'outbox.db'}"})
+
+
+@pytest.fixture
+def application(command: Command) -> Command:
+    """The command in a folder with a module of listeners."""
+    (command.folder / "application.py").write_text(APPLICATION)
+    return command
+
+
+@pytest.fixture
+def sqlite_application(sqlite_command: Command) -> Command:
+    """The same on a SQLite file."""
+    (sqlite_command.folder / "application.py").write_text(APPLICATION)
+    return sqlite_command
+
+
+@pytest.fixture
+async def sqlite_outbox(sqlite_command: Command) -> AsyncIterator[Outbox]:
+    """The outbox of that file."""
+    outbox = Outbox(db_engine_url=sqlite_command.settings["OUTBOX_DB_ENGINE_URL"], poll_interval=0.2)
+    yield outbox
+    await outbox.close()
