@@ -6,6 +6,7 @@ from contextlib import AbstractAsyncContextManager
 from functools import cached_property
 
 from sqlalchemy import Engine
+from sqlalchemy.exc import ArgumentError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import Session
 
@@ -46,7 +47,10 @@ class Engines:
         if self._settings.db_engine_url is None:
             raise ConfigurationError("no database: call setup(db_engine_url=…) or set OUTBOX_DB_ENGINE_URL")
         url = async_url(self._settings.db_engine_url)
-        return store_class(url.get_backend_name()).make_engine(url)
+        try:
+            return store_class(url.get_backend_name()).make_engine(url)
+        except ArgumentError:  # its text repeats the URL, which may hold a password
+            raise ConfigurationError(f"db_engine_url is not a URL that {url.drivername} can use") from None
 
     @cached_property
     def synchronous(self) -> Engine:

@@ -325,6 +325,8 @@ class Outbox:
         call = Call(listener, sessions, Inbox(self.store) if has_database else None, threads)
         if call.in_transaction and not has_database:
             raise ConfigurationError(f"{listener.queue} asks for a session, but no database is set up")
+        if call.in_transaction:
+            self._check_lease(listener, call)
         if call.arguments.session is Session:
             self.engines.synchronous  # noqa: B018 - a missing driver is said before any message is touched
         return Handling(
@@ -334,6 +336,15 @@ class Outbox:
             redact_error=settings.redact_error or str,
             observe=self._observe,
         )
+
+    def _check_lease(self, listener: Listener, call: Call) -> None:
+        lease = listener.lease_time or self.settings.duration("lease")
+        if not self.store.writes_side_by_side and call.time_limit is not None and call.time_limit >= lease:
+            raise ConfigurationError(
+                f"{listener.queue}: timeout={call.time_limit.total_seconds():g} s is not shorter than its lease of "
+                f"{lease.total_seconds():g} s. SQLite lets nobody write while the listener's transaction is open, not "
+                "even the renewal of the lease: lower the timeout or raise the lease"
+            )
 
     def _relays(self, transport: Transport, relay: bool) -> list[Relay]:
         settings, store = self.settings, self.store

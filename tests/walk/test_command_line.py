@@ -99,7 +99,8 @@ async def test_status_tells_the_rates_of_what_happens_meanwhile(command: Command
         await asyncio.sleep(0.01)
     rates = (await looking).document["rates"]
     assert rates["rows_in_per_second"] > 0
-    assert rates["rows_out_per_second"] == 0
+    # A row that is being written when PostgreSQL is asked has its number already and cannot be seen yet.
+    assert rates["rows_out_per_second"] <= 2 * 2 / 0.5
     assert rates["seconds"] >= 0.5
 
 
@@ -126,6 +127,7 @@ async def test_status_watches_in_plain_blocks_where_there_is_no_terminal(sqlite_
 async def test_a_watch_waits_for_a_database_that_goes_away(tmp_path: Path) -> None:
     with PostgreSQL() as server:
         command = Command(tmp_path, {"OUTBOX_DB_ENGINE_URL": server.url})
+        await command.run("tables", "create")
         with command.started("status", "--watch", "--json", "--interval", "0.1") as watching:
             assert json.loads(await asyncio.to_thread(line_of, watching))["trouble"] is None
             server.stop("immediate")

@@ -102,8 +102,9 @@ async def test_an_error_nobody_expected_is_shown_with_its_traceback_but_not_its_
         "class Odd(Outbox):\n"
         "    async def backlog(self):\n"
         f'        raise RuntimeError("no: postgresql://shop:{CANARY}@db/shop")\n'
-        'outbox = Odd(db_engine_url="sqlite:///:memory:")\n'
+        'outbox = Odd(db_engine_url="sqlite:///odd.db")\n'
     )
+    assert Command(tmp_path).process("tables", "create", "--outbox", "odd:outbox").code == ExitCode.FINE
     ran = Command(tmp_path).process("status", "--outbox", "odd:outbox")
     assert (ran.code, ran.stdout) == (ExitCode.WRONG, "")
     assert "Traceback" in ran.stderr and "RuntimeError: no: postgresql://***@db/shop" in ran.stderr

@@ -163,6 +163,7 @@ async def test_a_listener_that_takes_too_long_is_stopped_and_leaves_nothing(
     assert await written(outbox, effects) == []
 
 
+@pytest.mark.parametrize("database_url", ["postgresql+asyncpg", "postgresql+psycopg"], indirect=True)
 async def test_a_worker_that_lost_its_lease_cannot_commit_its_listeners_session(
     make_outbox: MakeOutbox, watch: Watch, effects: Table, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,20 +193,11 @@ async def test_a_worker_that_lost_its_lease_cannot_commit_its_listeners_session(
         held = late.running(listeners=[listener("late")])
         await held.__aenter__()
         await asyncio.wait_for(started.wait(), 20)
-    if "sqlite" in str(late.engines.main.url):
-        # SQLite lets one transaction write at a time, so a second worker can only come after the first one ended.
-        await asyncio.sleep(0.6)
+    async with prompt.running(listeners=[listener("prompt")]):
+        await watch.until(Handled)
         go_on.set()
         await watch.until(LeaseWasLost)
-        await held.__aexit__(None, None, None)
-        async with prompt.running(listeners=[listener("prompt")]):
-            await watch.until(Handled)
-    else:
-        async with prompt.running(listeners=[listener("prompt")]):
-            await watch.until(Handled)
-            go_on.set()
-            await watch.until(LeaseWasLost)
-        await held.__aexit__(None, None, None)
+    await held.__aexit__(None, None, None)
     assert await written(late, effects) == [1]
     [lost] = watch.all(LeaseWasLost)
     assert (lost.phase, lost.queue) == ("completion", "q")
@@ -493,6 +485,25 @@ async def test_a_listener_without_a_place_for_the_body_is_refused_before_anythin
     with pytest.raises(ConfigurationError, match="exactly one argument takes the body"):
         await outbox.worker([listener])
     assert await outbox.bindings() == []
+
+
+async def test_a_time_limit_that_outlasts_its_lease_is_refused_where_one_writes_at_a_time(outbox: Outbox) -> None:
+    """SQLite: while the listener's transaction is open, its lease cannot be renewed."""
+
+    @listen("#", queue="q", timeout=10, lease=5)
+    async def listener(body: int, session: AsyncSession) -> None: ...
+
+    @listen("#", queue="plain", timeout=10, lease=5)
+    async def plain(body: int) -> None: ...
+
+    if "sqlite" in str(outbox.engines.main.url):
+        with pytest.raises(ConfigurationError, match=r"timeout=10 s is not shorter than its lease of 5 s"):
+            await outbox.worker([listener])
+        listeners = [plain]
+    else:
+        listeners = [listener, plain]
+    async with outbox.running(listeners=listeners):
+        pass
 
 
 async def test_a_rejected_message_is_dead_without_retries(make_outbox: MakeOutbox, watch: Watch) -> None:

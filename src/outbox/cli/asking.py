@@ -26,6 +26,8 @@ def ask(outbox: Outbox, question: Callable[[], Awaitable[Answer]], *, makes_file
 
     async def asking() -> Answer:
         try:
+            if not makes_file and outbox.engines.configured and not await outbox.store.has_tables():
+                raise Failure(ExitCode.WRONG, _no_tables(outbox))
             return await question()
         finally:
             await outbox.close()
@@ -42,6 +44,11 @@ def ask(outbox: Outbox, question: Callable[[], Awaitable[Answer]], *, makes_file
         if _state(error):  # drivers that SQLAlchemy does not hear out
             raise explained(error, outbox) from None
         raise
+
+
+def _no_tables(outbox: Outbox) -> str:
+    name = outbox.tables.messages.fullname
+    return f"this database has no table {name}: `outbox tables create` would make it; is it the right database?"
 
 
 def explained(error: Exception, outbox: Outbox) -> Failure:

@@ -142,6 +142,11 @@ class Store(Feed, Protocol):
     @property
     def dead_letters(self) -> DeadLetters: ...
 
+    @property
+    def writes_side_by_side(self) -> bool:
+        """Whether a lease can be renewed while its listener's own transaction is open."""
+        ...
+
     # Statements for the caller's own connection to execute: the caller's transaction is safe by type.
 
     def insert(self, messages: Sequence[Message], schedule: Schedule) -> tuple[Executable, Rows]: ...
@@ -172,6 +177,8 @@ class Store(Feed, Protocol):
     async def close(self) -> None: ...
 
     async def create_tables(self) -> None: ...
+
+    async def has_tables(self) -> bool: ...
 
     async def record_transport(self, name: str, *, switch: bool = False) -> str:
         """Write the transport's name down if none is; returns the one that is recorded."""

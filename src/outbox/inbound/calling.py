@@ -56,6 +56,10 @@ class Call:
         self._seconds = None if self._limit is None else self._limit.total_seconds()
 
     @property
+    def time_limit(self) -> timedelta | None:
+        return self._limit
+
+    @property
     def in_transaction(self) -> bool:
         """Whether a delivery's end is written by the listener's own transaction."""
         return self.arguments.session is not None

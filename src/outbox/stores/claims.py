@@ -47,6 +47,7 @@ BURIAL: Mapping[str, type[TypeEngine[Any]]] = {
     "error": Text,
     "attempts": Integer,
     "starts": Integer,
+    "history": Text,
 }
 
 _UNTRIED = (Reason.EXPIRED, Reason.CRASHED)  # found out before the listener ran: no attempt, and no start either
@@ -103,7 +104,8 @@ class SettleStatements:
     @cached_property
     def dead(self) -> Select[Any]:
         columns = self._messages.c
-        rows = self._store.records("rows", {"id": BigInteger, "reason": String, "error": Text}).alias("settled")
+        said = {"id": BigInteger, "reason": String, "error": Text, "line": Text}
+        rows = self._store.records("rows", said).alias("settled")
         tried = case((rows.c.reason.in_([reason.value for reason in _UNTRIED]), 0), else_=1)
         return select(
             columns.id,
@@ -111,6 +113,7 @@ class SettleStatements:
             rows.c.error,
             (columns.attempts + tried).label("attempts"),
             (columns.starts - 1 + tried).label("starts"),
+            self._store.appended_history(rows.c.line).label("history"),
         ).where(columns.id == rows.c.id, self._store.held())
 
     @cached_property
@@ -218,7 +221,15 @@ class SqlClaim:
         return written
 
     def _bury(self, connection: Connection, dead: Mapping[int, Dead]) -> set[int]:
-        rows = [{"id": id, "reason": o.reason.value, "error": clean(o.error)} for id, o in dead.items()]
+        rows = [
+            {
+                "id": id,
+                "reason": outcome.reason.value,
+                "error": (error := clean(outcome.error)),
+                "line": history_line(f"attempt {self._attempt_count(id)} was the last, {outcome.reason}", error),
+            }
+            for id, outcome in dead.items()
+        ]
         parameters = {"rows": self._store.json(rows), "token": self._token}
         return set(self._store.bury(connection, self._statements.dead, parameters))
 

@@ -7,12 +7,24 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import ColumnElement, Connection, Executable, delete, insert, literal, null, select
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Executable,
+    Text,
+    bindparam,
+    case,
+    delete,
+    insert,
+    literal,
+    null,
+    select,
+)
 
 from outbox.core.attempt import Reason
 from outbox.core.dead_letter import DeadLetter
 from outbox.core.errors import NotFound
-from outbox.stores.rows import as_dead_letter
+from outbox.stores.rows import LONGEST_HISTORY, as_dead_letter, history_line
 from outbox.stores.tables import MESSAGE_COLUMNS
 
 if TYPE_CHECKING:
@@ -60,7 +72,7 @@ class SqlDeadLetters:
             # The locks of the SELECT hold off a second replay of the same letters until this one has committed.
             found = connection.execute(self._chosen, chosen).all()
             here = {"ids": self._store.listed([row.id for row in found])}
-            connection.execute(self._revive, here)
+            connection.execute(self._revive, here | {"line": history_line("replayed", "attempts start again")})
             connection.execute(self._forget, here)
             replayed.extend(row.id for row in found)
             return {row.destination for row in found}
@@ -83,12 +95,16 @@ class SqlDeadLetters:
     @cached_property
     def _revive(self) -> Executable:
         """Back where it died, as if it had just arrived. A timer that fired long ago is no timer any more."""
+        line = bindparam("line", type_=Text)
         fresh: dict[str, ColumnElement[Any]] = {
             "due_at": self._store.clock(),
             "expires_at": null(),
             "timer_id": null(),
             "attempts": literal(0),
             "starts": literal(0),
+            "history": self._store.ending(
+                case((self._table.c.history.is_(None), line), else_=self._table.c.history + line), LONGEST_HISTORY
+            ),
         }
         names = list(MESSAGE_COLUMNS)
         source = select(*(fresh.get(name, self._table.c[name]).label(name) for name in names))

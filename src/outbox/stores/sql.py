@@ -49,7 +49,7 @@ from outbox.stores.claims import BURIAL, SettleStatements, SqlClaim
 from outbox.stores.dead_letters import SqlDeadLetters
 from outbox.stores.finish import finish
 from outbox.stores.routing import SqlRouting
-from outbox.stores.rows import LONGEST_HISTORY, as_attempt, as_seconds, message_row
+from outbox.stores.rows import LONGEST_HISTORY, as_attempt, as_seconds, history_line, message_row
 from outbox.stores.spelling import Spelling
 from outbox.stores.tables import MESSAGE_COLUMNS, NOT_ROUTED, Tables
 from outbox.stores.wakeup import Wakeup
@@ -62,6 +62,7 @@ class SqlStore(Spelling):
 
     async_drivers: ClassVar[tuple[str, ...]]
     sync_drivers: ClassVar[tuple[str, ...]]
+    writes_side_by_side = True
 
     @classmethod
     def make_engine(cls, url: URL) -> AsyncEngine:
@@ -129,6 +130,13 @@ class SqlStore(Spelling):
 
     async def create_tables(self) -> None:
         await finish(self._transact(self.create))
+
+    async def has_tables(self) -> bool:
+        """Whether the messages table is there; looking does not make it."""
+        name, schema = self.messages.name, self.messages.schema
+        return await finish(
+            self._look(lambda connection: connection.dialect.has_table(connection, name, schema=schema))
+        )
 
     # How the store's own work runs: on tables that exist, and to its end whatever happens to the caller.
 
@@ -357,6 +365,9 @@ class SqlStore(Spelling):
                 literal("", Text).label("error"),
                 columns.attempts,
                 columns.starts,
+                self.appended_history(literal(history_line("given up", "its expiration passed"), Text)).label(
+                    "history"
+                ),
             )
             .where(past, waits)
             .order_by(columns.expires_at)

@@ -26,6 +26,13 @@ class EmittingCases(StoreCases):
     async def test_tables_can_be_made_by_many_at_once(self, make_store: MakeStore) -> None:
         await asyncio.gather(*(make_store().create_tables() for _ in range(5)))
 
+    async def test_whether_the_tables_are_there_is_told_without_making_them(self, make_store: MakeStore) -> None:
+        store = make_store()
+        assert not await store.has_tables()
+        assert not await make_store().has_tables()
+        await store.create_tables()
+        assert await store.has_tables()
+
     async def test_the_first_write_makes_the_tables(self, engine: AsyncEngine, make_store: MakeStore) -> None:
         store = make_store()
         assert await emit(engine, store, message()) == 1

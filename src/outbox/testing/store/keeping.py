@@ -124,6 +124,19 @@ class KeepingCases(StoreCases):
         assert await claimed(store, destination="other") == []
         assert await store.dead_letters.list() == []
 
+    async def test_a_replay_is_written_down_behind_what_led_to_it(self, engine: AsyncEngine, store: Store) -> None:
+        await queued(engine, store, message())
+        await settled(store, RetryIn(timedelta(0), "ValueError: first"))
+        await soon(lambda: claimed(store))
+        await settled(store, Dead(Reason.EXHAUSTED, "ValueError: second\nand where"))
+        [letter] = await store.dead_letters.list()
+        await store.dead_letters.replay([letter.id])
+        [stored] = await store.list_messages()
+        failed, last, replayed = stored.history.splitlines()
+        assert failed.endswith("attempt 1 failed: ValueError: first")
+        assert last.endswith("attempt 2 was the last, exhausted: ValueError: second")
+        assert "replayed" in replayed
+
     async def test_a_replayed_message_of_a_relay_waits_again(self, engine: AsyncEngine, store: Store) -> None:
         await emit(engine, store, message())
         await settled(store, Dead(Reason.REFUSED, "no"), None)
