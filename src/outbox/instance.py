@@ -18,7 +18,7 @@ from outbox.core.binding import Binding
 from outbox.core.dead_letter import DeadLetters
 from outbox.core.durations import Eta, Seconds
 from outbox.core.errors import ConfigurationError, TransportMismatch
-from outbox.core.events import Started, Stopped
+from outbox.core.events import Bound, Started, Stopped
 from outbox.core.listener import Listener, check_listeners
 from outbox.core.message import Message
 from outbox.core.store import Backlog, Store, StoredMessage
@@ -49,6 +49,7 @@ class Outbox:
 
     def __init__(self, **options: Any) -> None:
         self._settings: Settings | None = None
+        self._runs = 0  # relays and workers of this instance that are at work
         if options:
             self.setup(**options)
 
@@ -94,12 +95,20 @@ class Outbox:
     def transport(self) -> Transport:
         """The configured transport; none means the database."""
         value = self.settings.transport
-        if value is None or value == DatabaseTransport.name:
-            settings = self.settings
-            return DatabaseTransport(
-                self.store, lease=settings.duration("lease"), poll_interval=settings.seconds_between_looks
-            )
-        return transport_for(value)
+        return self._database_transport() if self._on_database else transport_for(value)
+
+    @property
+    def _on_database(self) -> bool:
+        return self.settings.transport in (None, DatabaseTransport.name)
+
+    def _database_transport(self) -> DatabaseTransport:
+        settings = self.settings
+        return DatabaseTransport(
+            self.store,
+            lease=settings.duration("lease"),
+            poll_interval=settings.seconds_between_looks,
+            observe=self._observe,
+        )
 
     @cached_property
     def _stores(self) -> dict[str, Store]:
@@ -226,7 +235,7 @@ class Outbox:
             try:
                 await self.run(shutdown, relay=True)
             finally:
-                await self.close()
+                await self._close_after_last()
 
     async def worker(self, listeners: Sequence[Listener]) -> int:
         """Serve listeners until SIGINT or SIGTERM; how many were abandoned because their grace ended.
@@ -237,7 +246,7 @@ class Outbox:
             try:
                 return await self.run(shutdown, listeners=listeners)
             finally:
-                await self.close()
+                await self._close_after_last()
 
     @asynccontextmanager
     async def running(self, *, relay: bool = False, listeners: Sequence[Listener] = ()) -> AsyncIterator[None]:
@@ -267,12 +276,14 @@ class Outbox:
         """What relay, worker and running share: open, work until the shutdown, close."""
         if not relay and not listeners:
             check_listeners(listeners)
-        transport = self.transport
+        # A transport that holds deliveries is closed with the run that holds them, not with another one beside it.
+        transport = self._database_transport() if self._on_database else self.transport
         needs_store = relay or transport.features.routes_in_store or self.engines.configured
         async with AsyncExitStack() as stack:
             if needs_store:
                 self.engines.asynchronous  # noqa: B018 - a plain engine is told so, with advice
-                stack.push_async_callback(self.store.close)
+                self._runs += 1
+                stack.push_async_callback(self._close_store)
                 await self._open_store(transport)
             stack.push_async_callback(transport.close)
             await transport.open()
@@ -290,6 +301,15 @@ class Outbox:
                 await shutdown.begun.wait()
         self._observe(Stopped("worker" if listeners else "relay", abandoned))
         return abandoned
+
+    async def _close_after_last(self) -> None:
+        if not self._runs:
+            await self.close()
+
+    async def _close_store(self) -> None:
+        self._runs -= 1
+        if not self._runs:
+            await self.store.close()
 
     async def _open_store(self, transport: Transport) -> None:
         await self.store.open()
@@ -309,6 +329,8 @@ class Outbox:
         stack.callback(threads.shutdown)
         handlings = {listener: self._handling(listener, threads) for listener in listeners}
         await transport.declare(listeners)
+        for listener in listeners:
+            self._observe(Bound(listener.binding))
         settings = self.settings
         return Worker(
             transport,

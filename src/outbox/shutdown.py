@@ -8,11 +8,15 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
+_listening: list[Shutdown] = []
+_before: dict[signal.Signals, Any] = {}
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class Shutdown:
     """`begun`: start nothing new, let the running end. `forced`: do not wait for them either."""
 
@@ -28,18 +32,31 @@ class Shutdown:
 
 @contextmanager
 def on_signals() -> Iterator[Shutdown]:
-    """A shutdown that the process's signals begin. Outside of the main thread signals are somebody else's."""
+    """A shutdown that the process's signals begin. Outside of the main thread signals are somebody else's.
+
+    Several may be open at once, a relay's and a worker's: each hears every signal, and the last one to leave puts back
+    the handlers that were there before the first.
+    """
     shutdown = Shutdown()
     if threading.current_thread() is not threading.main_thread():
         yield shutdown
         return
     loop = asyncio.get_running_loop()
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    for number in SIGNALS:
-        loop.add_signal_handler(number, shutdown.signal)
+    if not _listening:
+        _before.update({number: signal.getsignal(number) for number in SIGNALS})
+        for number in SIGNALS:
+            loop.add_signal_handler(number, _tell_all)
+    _listening.append(shutdown)
     try:
         yield shutdown
     finally:
-        for number, handler in before.items():
-            loop.remove_signal_handler(number)
-            signal.signal(number, handler)
+        _listening.remove(shutdown)
+        if not _listening:
+            for number in SIGNALS:
+                loop.remove_signal_handler(number)
+                signal.signal(number, _before.pop(number))
+
+
+def _tell_all() -> None:
+    for shutdown in _listening:
+        shutdown.signal()

@@ -35,7 +35,7 @@ class TestDatabaseTransport(TransportContract):
             dialect = make_url(database_url).get_backend_name()
             store = store_class(dialect)(Tables.named(table_name), engine, IMMEDIATELY)
             made.append(store)
-            return DatabaseTransport(store, lease=timedelta(seconds=30), poll_interval=0.1)
+            return DatabaseTransport(store, lease=timedelta(seconds=30), poll_interval=0.1, observe=lambda event: None)
 
         yield make
         for store in made:

@@ -17,6 +17,7 @@ OutboxError
 │   └── SnapshotConflict        SQLite: it read before it wrote, and somebody else wrote meanwhile
 ├── Undecodable                 a body is not what its listener's annotation says: a dead letter
 ├── TransportUnavailable        nothing was sent: the destination is away
+├── DatabaseSilent              the database did not answer in time
 ├── LeaseLost                   another worker holds this delivery now
 └── NotFound                    no message or dead letter has that id
 
@@ -97,6 +98,10 @@ class Undecodable(OutboxError):
 
 class TransportUnavailable(OutboxError):
     """Nothing was sent: the destination is away. It burns nobody's attempts."""
+
+
+class DatabaseSilent(OutboxError):
+    """The database did not answer in time. Whether it did what it was asked is unknown."""
 
 
 class LeaseLost(OutboxError):

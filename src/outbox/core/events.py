@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Protocol
 
 from outbox.core.attempt import Attempt, Outcome
+from outbox.core.binding import Binding
 from outbox.core.message import Message
 
 
@@ -16,6 +17,13 @@ class Emitted:
     """Messages were written in the caller's transaction, which may still roll back."""
 
     messages: Sequence[Message]
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A worker declared what its queue asks for."""
+
+    binding: Binding
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +115,7 @@ class Troubled:
 
 Event = (
     Emitted
+    | Bound
     | Routed
     | Unroutable
     | Relayed

@@ -11,13 +11,14 @@ from contextvars import copy_context
 from datetime import timedelta
 from typing import Any, Protocol
 
-from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.orm import Session
 
 from outbox.core.listener import Listener
 from outbox.core.transport import Delivery
 from outbox.inbound.arguments import Arguments
 from outbox.inbound.inbox import Inbox
+from outbox.inbound.own_end import OwnEnd
 
 SESSION_TIME_LIMIT = timedelta(seconds=15)  # a transaction that stays open longer holds up the whole database
 
@@ -30,6 +31,10 @@ class Sessions(Protocol):
     def synchronous(self) -> Session: ...
 
     def turn(self) -> AbstractAsyncContextManager[None]: ...
+
+
+class NotStarted(Exception):
+    """The listener was not called: its session has no connection. Nobody's attempt."""
 
 
 class ThreadTimeout(TimeoutError):
@@ -81,15 +86,18 @@ class Call:
     async def _in_session(self, delivery: Delivery, values: dict[str, Any]) -> None:
         sessions, inbox, queue = self._database()
         session = sessions.asynchronous()
+        own_end = OwnEnd(session.sync_session)
         try:
-            async with asyncio.timeout(self._seconds), session.begin():
-                connection = await session.connection()
+            connection = await self._connected(session)
+            async with asyncio.timeout(self._seconds):
                 # The inbox speaks to a plain connection, and its two halves stand around the listener's await.
                 entering = inbox.entered(connection.sync_connection, queue, delivery)  # type: ignore[arg-type]
                 await connection.run_sync(lambda _: entering.__enter__())
                 await self.arguments.call(self._callback, values, session)
+                own_end.allow()
                 await session.flush()
                 await connection.run_sync(lambda _: entering.__exit__(None, None, None))
+            await session.commit()
         except (asyncio.CancelledError, TimeoutError):
             # It may have been cut in the middle of a statement: such a connection is closed, not given back.
             await asyncio.shield(session.invalidate())
@@ -97,29 +105,50 @@ class Call:
         finally:
             await asyncio.shield(session.close())
 
+    async def _connected(self, session: AsyncSession) -> AsyncConnection:
+        """The clock starts when there is a connection: waiting for one is not the listener's doing."""
+        try:
+            return await session.connection()
+        except Exception as error:
+            raise NotStarted(f"no connection for {self._listener.queue}") from error
+
     async def _in_thread(self, delivery: Delivery, values: dict[str, Any]) -> None:
-        work: Callable[[], None]
-        if self.arguments.session is None:
-            work = lambda: self._plainly(values)  # noqa: E731 - two ways to do one thing
-        else:
-            work = lambda: self._in_plain_session(delivery, values)  # noqa: E731
+        loop = asyncio.get_running_loop()
+        started = asyncio.Event()
+
+        def work() -> None:
+            if self.arguments.session is None:
+                loop.call_soon_threadsafe(started.set)
+                self._plainly(values)
+            else:
+                self._in_plain_session(delivery, values, lambda: loop.call_soon_threadsafe(started.set))
+
         async with self._turn():
-            loop = asyncio.get_running_loop()
             thread = loop.run_in_executor(self._executor, copy_context().run, work)
+            beginning: list[asyncio.Future[Any]] = [thread, asyncio.ensure_future(started.wait())]
+            try:
+                await asyncio.wait(beginning, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                beginning[1].cancel()
             done, _ = await asyncio.wait([thread], timeout=self._seconds)
             if not done:
                 raise ThreadTimeout(self._limit, thread)
             thread.result()
 
-    def _in_plain_session(self, delivery: Delivery, values: dict[str, Any]) -> None:
+    def _in_plain_session(self, delivery: Delivery, values: dict[str, Any], started: Callable[[], object]) -> None:
         sessions, inbox, queue = self._database()
-        with (
-            sessions.synchronous() as session,
-            session.begin(),
-            inbox.entered(session.connection(), queue, delivery),
-        ):
-            self._plainly(values, session)
-            session.flush()
+        with sessions.synchronous() as session:
+            own_end = OwnEnd(session)
+            try:
+                connection = session.connection()
+            except Exception as error:
+                raise NotStarted(f"no connection for {queue}") from error
+            started()
+            with inbox.entered(connection, queue, delivery):
+                self._plainly(values, session)
+                own_end.allow()
+                session.flush()
+            session.commit()
 
     def _plainly(self, values: dict[str, Any], session: object = None) -> None:
         try:

@@ -12,15 +12,17 @@ from outbox.core.attempt import Attempt, Dead, Done, Outcome, Reason, Released, 
 from outbox.core.cancellation import ABANDONED
 from outbox.core.dead_letter import clean
 from outbox.core.errors import LeaseLost, Reject, Undecodable
-from outbox.core.events import Handled, LeaseWasLost, Observer
+from outbox.core.events import Handled, LeaseWasLost, Observer, Troubled
 from outbox.core.listener import Listener
 from outbox.core.retry import RetryPolicy
 from outbox.core.tracking import follow
 from outbox.core.transport import Delivery
 from outbox.inbound import inbox
-from outbox.inbound.calling import Call, ThreadTimeout
+from outbox.inbound.calling import Call, NotStarted, ThreadTimeout
 
 Redaction = Callable[[str], str]
+
+NOT_STARTED_PAUSE = timedelta(seconds=1)
 
 
 class Handling:
@@ -58,6 +60,8 @@ class Handling:
             await self._call(delivery)
         except inbox.Handled:
             return Done(), None
+        except NotStarted as error:
+            return await self._not_started(error), error
         except Undecodable as error:
             return Dead(Reason.UNDECODABLE, self._text(error)), error
         except Reject as error:
@@ -69,11 +73,18 @@ class Handling:
                 delivery.settle(Released())  # the worker gives up on this listener; somebody else may try
                 raise
             return self._failed(attempt, error), error  # the listener's own doing, or of something it called
-        except (KeyboardInterrupt, GeneratorExit):
+        except KeyboardInterrupt:
             raise
         except BaseException as error:  # noqa: BLE001 - a listener may raise anything
             return self._failed(attempt, error), error
         return Done(in_transaction=self._call.in_transaction and delivery.completion() is not None), None
+
+    async def _not_started(self, error: NotStarted) -> Outcome:
+        """The database is away or its pool empty: hold the slot for a moment, then let anybody try."""
+        cause = error.__cause__ or error
+        self._observe(Troubled(f"session for {self._listener.queue}", cause, NOT_STARTED_PAUSE))
+        await asyncio.sleep(NOT_STARTED_PAUSE.total_seconds())
+        return Released()
 
     def _failed(self, attempt: Attempt, error: BaseException) -> Outcome:
         text = self._text(error)
@@ -84,17 +95,19 @@ class Handling:
         return Dead(Reason.EXHAUSTED, text) if delay is None else RetryIn(delay, text)
 
     def _settle(self, delivery: Delivery, outcome: Outcome, error: BaseException | None, duration: timedelta) -> None:
+        attempt = delivery.attempt
+
         def landed(future: asyncio.Future[bool]) -> None:
             if future.cancelled() or future.exception() is not None:
                 return  # the transport is gone, and with it the hold on the message
             if not future.result() or isinstance(error, LeaseLost):
                 self._observe(
                     LeaseWasLost(
-                        _phase(outcome), delivery.attempt.id, self._listener.queue, delivery.attempt.attempt_count
+                        _phase(outcome), attempt.id, self._listener.queue, attempt.attempt_count + attempt.crash_count
                     )
                 )
             else:
-                self._observe(Handled(self._listener.queue, delivery.attempt, outcome, duration, error))
+                self._observe(Handled(self._listener.queue, attempt, outcome, duration, error))
 
         delivery.settle(outcome).add_done_callback(landed)
 

@@ -134,6 +134,8 @@ class Worker:
 
 
 async def _end(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    for task in tasks:
+    """Cancel, and wait for the end: but not for ever, because a database that is silent answers to nobody."""
+    waiting = list(tasks)
+    for task in waiting:
         task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.wait(waiting, timeout=LAST_WORDS)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 
-from outbox.core.attempt import Dead, Done, Released, RetryIn
+from outbox.core.attempt import Dead, Done, Reason, Released, RetryIn
 from outbox.core.durations import in_words
 from outbox.core.events import (
+    Bound,
     CleanedUp,
     Emitted,
     Event,
@@ -37,6 +38,8 @@ class LoggingObserver:
                 if logger.isEnabledFor(logging.INFO):
                     for message in messages:
                         logger.info("emitted %s %s", message.routing_key, message.id)
+            case Bound(binding):
+                logger.debug("the queue %s is bound to %s", binding.queue, binding.binding_key)
             case Routed(queue, count):
                 logger.debug("routed %d message(s) to %s", count, queue)
             case Unroutable(routing_key, count):
@@ -83,8 +86,14 @@ class LoggingObserver:
                     _first_line(error),
                 )
             case Dead(reason, error):
-                logger.warning(
-                    "%s %s from %s is dead (%s): %s", message.routing_key, message.id, queue, reason, _first_line(error)
+                logger.log(
+                    logging.ERROR if reason is Reason.UNDECODABLE else logging.WARNING,
+                    "%s %s from %s is dead (%s): %s",
+                    message.routing_key,
+                    message.id,
+                    queue,
+                    reason,
+                    _first_line(error),
                 )
             case Released():
                 logger.debug("gave back %s %s to %s", message.routing_key, message.id, queue)

@@ -37,7 +37,8 @@ def _session_committed(session: Session) -> None:
 
 
 def _session_rolled_back(session: Session) -> None:
-    _pending[session].clear()
+    if not session.in_nested_transaction():  # a savepoint takes its own messages with it, others may remain
+        _pending[session].clear()
 
 
 def _session_transaction_ended(session: Session, transaction: SessionTransaction) -> None:

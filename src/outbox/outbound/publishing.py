@@ -77,7 +77,7 @@ class Publisher:
     def _tell(self, attempts: Sequence[Attempt], outcomes: Mapping[int, Outcome], lost: frozenset[int]) -> None:
         for attempt in attempts:
             if attempt.id in lost:
-                self._observe(LeaseWasLost("terminal", attempt.id, None, attempt.attempt_count))
+                self._observe(LeaseWasLost("terminal", attempt.id, None, attempt.attempt_count + attempt.crash_count))
             elif not isinstance(outcomes[attempt.id], Released):
                 self._observe(Relayed(attempt, outcomes[attempt.id]))
 

@@ -107,14 +107,18 @@ class SettleStatements:
         said = {"id": BigInteger, "reason": String, "error": Text, "line": Text}
         rows = self._store.records("rows", said).alias("settled")
         tried = case((rows.c.reason.in_([reason.value for reason in _UNTRIED]), 0), else_=1)
-        return select(
-            columns.id,
-            rows.c.reason,
-            rows.c.error,
-            (columns.attempts + tried).label("attempts"),
-            (columns.starts - 1 + tried).label("starts"),
-            self._store.appended_history(rows.c.line).label("history"),
-        ).where(columns.id == rows.c.id, self._store.held())
+        return (
+            select(
+                columns.id,
+                rows.c.reason,
+                rows.c.error,
+                (columns.attempts + tried).label("attempts"),
+                (columns.starts - 1 + tried).label("starts"),
+                self._store.appended_history(rows.c.line).label("history"),
+            )
+            .where(columns.id == rows.c.id, self._store.held())
+            .with_for_update(of=self._messages)
+        )
 
     @cached_property
     def release(self) -> Any:
@@ -185,9 +189,9 @@ class SqlClaim:
         return self._statements.completion(attempt.id, self._token)
 
     def _take(self, connection: Connection) -> None:
-        attempts, expired = self._store.take(connection, self._wanted, self._token, self._lease)
-        if expired:
-            self._bury(connection, {id: Dead(Reason.EXPIRED) for id in expired})
+        attempts, dead = self._store.take(connection, self._wanted, self._token, self._lease)
+        if dead:
+            self._bury(connection, dead)
         self.attempts = attempts
         self._held = {attempt.id for attempt in attempts}
 

@@ -6,20 +6,35 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from outbox.core.errors import DatabaseSilent
+
 Result = TypeVar("Result")
 
+LAST_WORDS = 2.0  # seconds that work which is given up has to let go of its connection
 
-async def finish(work: Coroutine[Any, Any, Result]) -> Result:
-    """Wait for the work whatever happens; a cancellation is raised once it is over.
 
-    A statement that is cut leaves its outcome unknown and its connection unusable. All of ours are short.
+async def finish(work: Coroutine[Any, Any, Result], within: float) -> Result:
+    """Wait for the work whatever happens to the caller; a cancellation is raised once it is over.
+
+    A statement that is cut leaves its outcome unknown and its connection unusable. All of ours are short. A database
+    that has not answered within so many seconds is given up, and the connection with it.
     """
     task = asyncio.ensure_future(work)
     try:
-        return await asyncio.shield(task)
+        await asyncio.wait([task], timeout=within)
     except asyncio.CancelledError:
-        if not task.done():
-            await asyncio.wait([task])
-        if not task.cancelled():
-            task.exception()  # looked at, so that nobody is told about it later: the cancellation says more
+        await asyncio.wait([task], timeout=within)
+        await _give_up(task)
         raise
+    if not task.done():
+        await _give_up(task)
+        raise DatabaseSilent(f"the database did not answer within {within:g} s")
+    return task.result()
+
+
+async def _give_up(task: asyncio.Task[Any]) -> None:
+    if not task.done():
+        task.cancel()
+        await asyncio.wait([task], timeout=LAST_WORDS)
+    if task.done() and not task.cancelled():
+        task.exception()  # looked at, so that nobody is told about it later

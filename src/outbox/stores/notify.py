@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("outbox")
 
 MOMENT = 0.01  # seconds between two notifications of one process
-NAP = 5.0  # seconds for which a sleeper says that it sleeps
+NAP = 5.0  # seconds for which a sleeper says that it sleeps, at least
+SLEEPERS = 2  # the id of the state table's row in which they say so
 CHECK = 30.0  # seconds between two checks that the listening connection lives
 LONGEST_DEAFNESS = 60.0  # seconds between two tries to listen where it does not work, as behind a pooler
 
@@ -44,7 +45,7 @@ class Notifier:
         self._pending: set[str] = set()
         self._notifying: asyncio.Task[None] | None = None
         self._listening: asyncio.Task[None] | None = None
-        self._said_asleep_at = -NAP
+        self._asleep_until = 0.0
         self._warm = False  # whether a notification went out before, so that a connection is there
 
     def notify(self, destinations: Iterable[str | None]) -> None:
@@ -53,21 +54,24 @@ class Notifier:
             loop = asyncio.get_running_loop()
         except RuntimeError:
             return
-        self._belong_to(loop)
-        self._pending.update(destination or NOT_ROUTED for destination in destinations)
-        if self._notifying is None or self._notifying.done():
-            self._notifying = loop.create_task(self._notify(), name="outbox notify")
+        names = {destination or NOT_ROUTED for destination in destinations}
+        if self._belongs_to(loop):
+            self._notify_soon(names)
+        elif self._loop is not None:  # one loop of a process speaks for the others
+            self._loop.call_soon_threadsafe(self._notify_soon, names)
 
-    async def listen(self) -> None:
-        """Be woken from now on, and tell others that it is worth their while."""
+    async def listen(self, longest: float) -> None:
+        """Be woken from now on, and tell others for how long it is worth their while."""
         loop = asyncio.get_running_loop()
-        self._belong_to(loop)
+        if not self._belongs_to(loop):
+            return
         if self._listening is None or self._listening.done():
             self._listening = loop.create_task(self._listen(), name="outbox listen")
-        if loop.time() - self._said_asleep_at > NAP / 2:
-            self._said_asleep_at = loop.time()
+        if self._asleep_until < loop.time() + longest:
+            nap = max(NAP, 2 * longest)
+            self._asleep_until = loop.time() + nap
             with suppress(Exception):  # a wake-up is a hint, and drivers throw what they like
-                await self._store.apply(self._say_asleep)
+                await self._store.apply(lambda connection: self._say_asleep(connection, nap))
 
     async def close(self) -> None:
         """End both tasks; what is pending is told first."""
@@ -75,18 +79,25 @@ class Notifier:
             return
         if self._notifying is not None and not self._notifying.done():
             await asyncio.wait([self._notifying], timeout=1)
-        for task in (self._notifying, self._listening):
-            if task is not None:
-                task.cancel()
-                with suppress(asyncio.CancelledError):
-                    await task
-        self._notifying = self._listening = None
+        tasks = [task for task in (self._notifying, self._listening) if task is not None]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=1)
+        self._loop = self._notifying = self._listening = None
 
-    def _belong_to(self, loop: asyncio.AbstractEventLoop) -> None:
-        if self._loop is not loop:
+    def _belongs_to(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """Whether this loop does the work; it does from now on if there is none that could."""
+        if self._loop is None or self._loop.is_closed():
             self._loop, self._notifying, self._listening = loop, None, None
-            self._said_asleep_at = -NAP
+            self._asleep_until = 0.0
             self._warm = False
+        return self._loop is loop
+
+    def _notify_soon(self, destinations: set[str]) -> None:
+        self._pending |= destinations
+        if self._notifying is None or self._notifying.done():
+            self._notifying = asyncio.get_running_loop().create_task(self._notify(), name="outbox notify")
 
     async def _notify(self) -> None:
         if not self._warm:
@@ -108,19 +119,25 @@ class Notifier:
         statement = select(func.pg_notify(self._channel, names.c.name)).select_from(names).where(asleep)
         connection.execute(statement, {"destinations": destinations}).all()
 
-    def _say_asleep(self, connection: Connection) -> None:
+    def _say_asleep(self, connection: Connection, nap: float) -> None:
         state = self._store.tables.state
-        until = func.now() + literal(timedelta(seconds=NAP))
-        self._store.make_state(connection)
-        connection.execute(update(state).values(asleep_until=until))
+        until = func.now() + literal(timedelta(seconds=nap))
+        # A row of its own: routers lock the other one for as long as they work, or are frozen at work.
+        connection.execute(self._store.ignoring(state), {"id": SLEEPERS, "bindings_version": 0})
+        later = func.greatest(state.c.asleep_until, until)
+        connection.execute(update(state).where(state.c.id == SLEEPERS).values(asleep_until=later))
 
     async def _listen(self) -> None:
         again = Pace(LONGEST_DEAFNESS, 1.0)
         while True:
             try:
-                async with self._store.engine.connect() as connection:
-                    await connection.execution_options(isolation_level="AUTOCOMMIT")
-                    await self._hear(connection, again)
+                engine = self._store.spare_engine()  # this connection is kept, which no pool is made for
+                try:
+                    async with engine.connect() as connection:
+                        await connection.execution_options(isolation_level="AUTOCOMMIT")
+                        await self._hear(connection, again)
+                finally:
+                    await engine.dispose()
             except Exception as error:  # noqa: BLE001 - whatever it is, polling goes on
                 logger.debug("not listening for wake-ups, polling instead: %s", type(error).__name__)
             await asyncio.sleep(again.pause())

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, TypeVar
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 from sqlalchemy import (
     ARRAY,
@@ -38,6 +38,7 @@ from sqlalchemy import (
 from sqlalchemy.dialects.postgresql import JSON
 from sqlalchemy.dialects.postgresql import insert as postgresql_insert
 from sqlalchemy.ext.asyncio import AsyncEngine
+from sqlalchemy.pool import Pool
 from sqlalchemy.types import TypeEngine
 
 from outbox.core.durations import Retention
@@ -62,24 +63,26 @@ class PostgresqlStore(SqlStore):
     def __init__(self, tables: Tables, engine: AsyncEngine | None, clean_up_after: Retention) -> None:
         super().__init__(tables, clean_up_after)
         self._given = engine
-        self._own: AsyncEngine | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._prepared: WeakSet[Engine] = WeakSet()
+        self._engines: WeakKeyDictionary[asyncio.AbstractEventLoop, AsyncEngine] = WeakKeyDictionary()
+        self._prepared: WeakSet[Pool] = WeakSet()
         self._notifier = Notifier(self)
 
     @property
     def engine(self) -> AsyncEngine:
         """Connections of our own, made as the given engine makes its: listeners may use up the given pool."""
-        loop = asyncio.get_running_loop()
-        if self._own is None or self._loop is not loop:  # connections belong to the loop that made them
-            if self._given is None:
-                raise ConfigurationError(
-                    "this needs an async database: call setup(db_engine_url=…) with an async driver"
-                )
-            own = AsyncEngine(spare(self._given.sync_engine))
+        loop = asyncio.get_running_loop()  # connections belong to the loop that made them
+        engine = self._engines.get(loop)
+        if engine is None:
             # Rows are locked and looked at anew: a stricter level, if the application likes one, would only fail.
-            self._own, self._loop = own.execution_options(isolation_level="READ COMMITTED"), loop
-        return self._own
+            engine = self.spare_engine().execution_options(isolation_level="READ COMMITTED")
+            self._engines[loop] = engine
+        return engine
+
+    def spare_engine(self) -> AsyncEngine:
+        """A further engine that connects as the given one does."""
+        if self._given is None:
+            raise ConfigurationError("this needs an async database: call setup(db_engine_url=…) with an async driver")
+        return AsyncEngine(spare(self._given.sync_engine))
 
     async def _transact(self, work: Callable[[Connection], Result]) -> Result:
         async with self.engine.begin() as connection:
@@ -94,34 +97,32 @@ class PostgresqlStore(SqlStore):
 
     async def close(self) -> None:
         await self._notifier.close()
-        if self._own is not None:
-            await self._own.dispose()
-            self._own = None
+        engine = self._engines.pop(asyncio.get_running_loop(), None)
+        if engine is not None:
+            await engine.dispose()
 
     # The caller's connection.
 
     def write(self, connection: Connection, statement: Executable, rows: Rows | None = None) -> int:
-        if connection.engine not in self._prepared:
-            self._prepare(connection.engine)
+        if connection.engine.pool not in self._prepared:
+            self._prepare(connection)
         return self.execute(connection, statement, rows)
 
-    def _prepare(self, engine: Engine) -> None:
+    def _prepare(self, callers: Connection) -> None:
         """Make the tables on a connection beside the caller's: DDL could abort the caller's transaction."""
-        own = spare(engine)
+        own = spare(callers.engine)
         try:
             with own.begin() as connection:
-                self.create(connection)
+                if self.missing(connection):
+                    if not self.missing(callers):
+                        return  # the caller's own transaction is making them: whoever else tried would wait for it
+                    self.create(connection)
+            self._prepared.add(callers.engine.pool)
         finally:
             own.dispose()
-        self._prepared.add(engine)
 
     def create(self, connection: Connection) -> None:
-        missing = [
-            table
-            for table in self.tables.metadata.sorted_tables
-            if not connection.dialect.has_table(connection, table.name, schema=table.schema)
-        ]
-        if missing:  # a role that may not create is fine when there is nothing to create
+        if self.missing(connection):  # a role that may not create is fine when there is nothing to create
             # Two processes that start at the same time: CREATE TABLE IF NOT EXISTS alone would collide.
             connection.execute(text("SELECT pg_advisory_xact_lock(hashtext('outbox tables'))"))
             self.tables.metadata.create_all(connection)
@@ -129,7 +130,7 @@ class PostgresqlStore(SqlStore):
     # Waking up.
 
     async def wait(self, longest: float, *, destination: str | None = None) -> None:
-        await self._notifier.listen()
+        await self._notifier.listen(longest)
         await super().wait(longest, destination=destination)
 
     def announce(self, *destinations: str | None) -> None:
@@ -209,13 +210,11 @@ class PostgresqlStore(SqlStore):
     @cached_property
     def _take_statement(self) -> Any:
         found = self.due.cte("found")
-        first = select(found.c.id, found.c.lease_until).limit(1).cte("first")
+        first = select(found.c.id, found.c.suspect).limit(1).cte("first")
         first_id = select(first.c.id).scalar_subquery()
-        first_is_suspect = select(first.c.lease_until.is_not(None)).scalar_subquery()
-        # A message whose last start never ended is taken alone, so that it condemns no other if it kills again.
-        chosen = select(found.c.id).where(
-            case((first_is_suspect, found.c.id == first_id), else_=not_(found.c.lease_until.is_not(None)))
-        )
+        first_is_suspect = select(first.c.suspect).scalar_subquery()
+        # A message of which a start never ended is taken alone, so that it condemns no other if it kills again.
+        chosen = select(found.c.id).where(case((first_is_suspect, found.c.id == first_id), else_=not_(found.c.suspect)))
         ids = func.array(chosen.scalar_subquery(), type_=ARRAY(BigInteger))
         return self.leasing(self.messages.c.id == any_(ids))
 

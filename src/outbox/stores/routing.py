@@ -46,7 +46,7 @@ class SqlRouting:
     async def bind(self, bindings: Sequence[Binding]) -> None:
         """Add bindings, then look again at what no binding matched."""
 
-        def work(connection: Connection) -> None:
+        def work(connection: Connection) -> bool:
             table = self._store.tables.bindings
             known = {tuple(row) for row in connection.execute(select(table.c.queue, table.c.binding_key))}
             new = [b for b in bindings if (b.queue, b.binding_key) not in known]
@@ -54,12 +54,13 @@ class SqlRouting:
                 self._change_bindings(connection)
                 rows = [{"queue": binding.queue, "binding_key": binding.binding_key} for binding in new]
                 connection.execute(self._store.ignoring(table), rows)
+            return bool(new)
 
-        await self._store.transact(work)
-        # In a transaction of its own: a router that holds messages waits for the bindings' version, so whoever holds
-        # the version must not wait for messages.
-        await self._store.transact(lambda connection: connection.execute(self._look_again))
-        self._store.announce(None)
+        if await self._store.transact(work):
+            # In a transaction of its own: a router that holds messages waits for the bindings' version, so whoever
+            # holds the version must not wait for messages. Those that a router holds now it routes by the new ones.
+            await self._store.transact(lambda connection: connection.execute(self._look_again))
+            self._store.announce(None)
 
     async def unbind(self, queue: str) -> int:
         """Remove a queue's bindings."""
@@ -162,11 +163,15 @@ class SqlRouting:
     @cached_property
     def _look_again(self) -> Executable:
         columns = self._store.messages.c
-        return update(self._store.messages).where(columns.unroutable).values(due_at=self._store.clock(), attempts=0)
+        waiting = self._store.skipping_locked(select(columns.id).where(columns.unroutable).order_by(columns.id))
+        again = update(self._store.messages).where(columns.id.in_(waiting))
+        return again.values(due_at=self._store.clock(), attempts=0)
 
     def _current_bindings(self, connection: Connection) -> Bindings:
         """The bindings of this moment. The lock on their version makes a change wait until this routing committed."""
-        version = connection.scalar(select(self._store.tables.state.c.bindings_version).with_for_update(read=True)) or 0
+        state = self._store.tables.state
+        found = select(state.c.bindings_version).where(state.c.id == 1).with_for_update(read=True)
+        version = connection.scalar(found) or 0
         if self._known_bindings is None or self._known_bindings[0] != version:
             self._known_bindings = (version, Bindings(self.read(connection)))
         return self._known_bindings[1]
@@ -180,7 +185,8 @@ class SqlRouting:
     def _change_bindings(self, connection: Connection) -> None:
         self._store.make_state(connection)
         state = self._store.tables.state
-        connection.execute(update(state).values(bindings_version=state.c.bindings_version + 1))
+        more = update(state).where(state.c.id == 1).values(bindings_version=state.c.bindings_version + 1)
+        connection.execute(more)
 
     async def deliver(self, messages: Sequence[Message], destinations: Mapping[str, Sequence[str]]) -> None:
         """Store messages that already have their destinations."""

@@ -33,13 +33,14 @@ from sqlalchemy import (
     delete,
     insert,
     literal,
+    not_,
     select,
     tuple_,
     update,
 )
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
-from outbox.core.attempt import Attempt, Reason
+from outbox.core.attempt import Attempt, Dead, Reason
 from outbox.core.binding import Binding
 from outbox.core.durations import Retention
 from outbox.core.message import Message, Schedule
@@ -55,6 +56,9 @@ from outbox.stores.tables import MESSAGE_COLUMNS, NOT_ROUTED, Tables
 from outbox.stores.wakeup import Wakeup
 
 Result = TypeVar("Result")
+
+WORK_WITHIN = 40.0  # seconds for a statement of ours: longer than SQLite waits for its turn, shorter than a lease
+LOOK_WITHIN = 300.0  # seconds for looking, which may have to count millions
 
 
 class SqlStore(Spelling):
@@ -120,40 +124,44 @@ class SqlStore(Spelling):
 
     async def open(self) -> None:
         """Get ready; tables are made if they are missing."""
+        if not self._ready and await self.has_tables():
+            self._ready = True
         if not self._ready:
             await self.create_tables()
-            self._ready = True
 
     @abstractmethod
     async def close(self) -> None:
         """Let go of connections."""
 
     async def create_tables(self) -> None:
-        await finish(self._transact(self.create))
+        await finish(self._transact(self.create), WORK_WITHIN)
+        self._ready = True
 
     async def has_tables(self) -> bool:
-        """Whether the messages table is there; looking does not make it."""
-        name, schema = self.messages.name, self.messages.schema
-        return await finish(
-            self._look(lambda connection: connection.dialect.has_table(connection, name, schema=schema))
-        )
+        """Whether the tables are there. Looking does not make them, and waits for nobody who writes."""
+        return not await finish(self._look(self.missing), WORK_WITHIN)
+
+    def missing(self, connection: Connection) -> list[Table]:
+        """The tables that are not there."""
+        tables = self.tables.metadata.sorted_tables
+        return [each for each in tables if not connection.dialect.has_table(connection, each.name, schema=each.schema)]
 
     # How the store's own work runs: on tables that exist, and to its end whatever happens to the caller.
 
     async def transact(self, work: Callable[[Connection], Result]) -> Result:
         """Run work in one transaction."""
         await self.open()
-        return await finish(self._transact(work))
+        return await finish(self._transact(work), WORK_WITHIN)
 
     async def apply(self, work: Callable[[Connection], Result]) -> Result:
         """Run work whose statements need not commit together."""
         await self.open()
-        return await finish(self._apply(work))
+        return await finish(self._apply(work), WORK_WITHIN)
 
     async def look(self, work: Callable[[Connection], Result]) -> Result:
         """Run work that only reads."""
         await self.open()
-        return await finish(self._look(work))
+        return await finish(self._look(work), LOOK_WITHIN)
 
     # Statements for the caller's own connection.
 
@@ -220,20 +228,27 @@ class SqlStore(Spelling):
 
     def take(
         self, connection: Connection, wanted: Mapping[str, Any], token: UUID, lease: timedelta
-    ) -> tuple[list[Attempt], list[int]]:
-        """Lease due messages: the attempts, and the ids of those whose expiration has passed."""
+    ) -> tuple[list[Attempt], dict[int, Dead]]:
+        """Lease due messages: the attempts, and by their ids those that nobody can attempt."""
         rows = self._take(connection, wanted, {"token": token, "lease": as_seconds(lease)})
         rows.sort(key=lambda row: (row.due_at, row.id))
-        expired = [row.id for row in rows if row.expired]
-        return [as_attempt(row) for row in rows if not row.expired], expired
+        attempts: list[Attempt] = []
+        dead: dict[int, Dead] = {}
+        for row in rows:
+            try:
+                if row.expired:
+                    dead[row.id] = Dead(Reason.EXPIRED)
+                else:
+                    attempts.append(as_attempt(row))
+            except (TypeError, ValueError) as error:  # somebody else wrote this row
+                dead[row.id] = Dead(Reason.UNDECODABLE, f"its row cannot be read: {error}")
+        return attempts, dead
 
     def _take(self, connection: Connection, wanted: Mapping[str, Any], lease: Mapping[str, Any]) -> list[Row[Any]]:
         """Choose, then lease: two steps, for databases whose `apply` is a transaction."""
         found = connection.execute(self.due, wanted).all()
-        if found and found[0].lease_until is not None:
-            chosen = found[:1]
-        else:
-            chosen = [row for row in found if row.lease_until is None]
+        alone = found[:1] if found and found[0].suspect else []
+        chosen = alone or [row for row in found if not row.suspect]
         if not chosen:
             return []
         ids = {"ids": self.listed([row.id for row in chosen])}
@@ -243,14 +258,15 @@ class SqlStore(Spelling):
     def due(self) -> Select[Any]:
         """Due messages of a destination in the order in which they are claimed, locked as they are found."""
         columns = self.messages.c
+        suspect = columns.starts > columns.attempts  # some start of it never ended
         return self.skipping_locked(
-            select(columns.id, columns.lease_until, columns.routing_key)
+            select(columns.id, suspect.label("suspect"), columns.routing_key)
             .where(
                 columns.destination == bindparam("wanted"),
                 columns.done_at.is_(None),
                 columns.due_at <= self.now(),
-                columns.lease_until.is_(None)
-                | (bindparam("suspects", type_=Boolean) & (columns.lease_until <= self.now())),
+                self._unleased(self.now()),
+                bindparam("suspects", type_=Boolean) | not_(suspect),
             )
             .order_by(columns.due_at, columns.id)
             .limit(bindparam("limit"))
@@ -328,16 +344,16 @@ class SqlStore(Spelling):
     # State.
 
     def make_state(self, connection: Connection) -> None:
-        """Make the one row of the state table if it is missing: migrations make tables, not rows."""
+        """Make the first row of the state table if it is missing: migrations make tables, not rows."""
         connection.execute(self.ignoring(self.tables.state), {"id": 1, "bindings_version": 0})
 
     async def record_transport(self, name: str, *, switch: bool = False) -> str:
         def work(connection: Connection) -> str:
             self.make_state(connection)
             state = self.tables.state
-            free = state.c.transport.is_(None) if not switch else state.c.id == 1
-            connection.execute(update(state).where(free).values(transport=name))
-            return str(connection.scalar(select(state.c.transport)))
+            ours = update(state).where(state.c.id == 1)
+            connection.execute((ours if switch else ours.where(state.c.transport.is_(None))).values(transport=name))
+            return str(connection.scalar(select(state.c.transport).where(state.c.id == 1)))
 
         return await self.transact(work)
 

@@ -7,7 +7,7 @@ import json
 import sqlite3
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from sqlalchemy import (
@@ -37,7 +37,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from sqlalchemy.types import TypeEngine
 
 from outbox.core.durations import Retention
-from outbox.core.errors import ConfigurationError, SnapshotConflict
+from outbox.core.errors import ConfigurationError, SnapshotConflict, TransactionError
 from outbox.core.store import Rows
 from outbox.stores.sql import SqlStore
 from outbox.stores.tables import Tables
@@ -81,11 +81,12 @@ class SqliteStore(SqlStore):
         super().__init__(tables, clean_up_after)
         self._given = engine
         self._thread: _Thread | _MemoryThread | None = None
-        self._turn: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
+        self._turn: _Turn | None = None
         self._pulse: asyncio.Task[None] | None = None
 
     async def _transact(self, work: Callable[[Connection], Result]) -> Result:
-        return await self._own().run(work, reading=False)
+        async with self.turn():
+            return await self._own().run(work, reading=False)
 
     _apply = _transact
 
@@ -100,13 +101,11 @@ class SqliteStore(SqlStore):
             await self._thread.close()
             self._thread = None
 
-    def turn(self, *, for_caller: bool = False) -> AbstractAsyncContextManager[None]:
-        if for_caller and not (self._given is not None and in_memory(self._given.url)):
-            return nullcontext()  # another connection: SQLite itself lets one write after the other
+    def turn(self, *, for_caller: bool = False) -> _Turn:
         loop = asyncio.get_running_loop()
-        if self._turn is None or self._turn[0] is not loop:
-            self._turn = (loop, asyncio.Lock())
-        return self._turn[1]
+        if self._turn is None or self._turn.loop is not loop:
+            self._turn = _Turn(loop)
+        return self._turn
 
     async def anything_due(self, wanted: Mapping[str, Any]) -> bool:
         # A claim takes the one lock that every writer of the file waits for.
@@ -205,6 +204,29 @@ class SqliteStore(SqlStore):
         return self._thread
 
 
+class _Turn:
+    """Who writes next in this process: first come, first served.
+
+    SQLite itself lets writers guess: whoever asks again soonest gets the lock, and listeners ask without a pause.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._lock = asyncio.Lock()
+        self._holder: asyncio.Task[Any] | None = None
+
+    async def __aenter__(self) -> None:
+        task = asyncio.current_task()
+        if self._holder is not None and self._holder is task:
+            raise TransactionError("a transaction is open in this task already: SQLite lets no second one write")
+        await self._lock.acquire()
+        self._holder = task
+
+    async def __aexit__(self, *error: object) -> None:
+        self._holder = None
+        self._lock.release()
+
+
 class _Thread:
     """A thread with a connection of its own: a whole transaction costs one hop to it."""
 
@@ -299,7 +321,8 @@ def _connect(connection: Any, record: object) -> None:
     connection.isolation_level = None  # SQLAlchemy's `begin` event says BEGIN, not the driver
     cursor = connection.cursor()
     cursor.execute(f"PRAGMA busy_timeout = {int(BUSY_TIMEOUT * 1000)}")
-    cursor.execute("PRAGMA journal_mode = WAL")
+    with suppress(sqlite3.OperationalError):  # somebody writes at this moment: the next connection switches it on
+        cursor.execute("PRAGMA journal_mode = WAL")
     cursor.execute("PRAGMA synchronous = FULL")
     cursor.close()
 

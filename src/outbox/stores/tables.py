@@ -80,7 +80,8 @@ class Tables:
             state=Table(
                 f"{table_name}_state",
                 metadata,
-                Column("id", Integer, primary_key=True, autoincrement=False),  # there is one row, with id 1
+                # Row 1 holds the transport and the version, row 2 the sleepers, so that nobody waits for the other.
+                Column("id", Integer, primary_key=True, autoincrement=False),
                 Column("transport", String(64)),
                 Column("bindings_version", BigInteger, nullable=False),
                 Column("asleep_until", DateTime(timezone=True)),  # somebody waits for a wake-up until then

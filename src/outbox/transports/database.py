@@ -15,6 +15,7 @@ from sqlalchemy import Executable
 from outbox.core.attempt import Attempt, Outcome, Released
 from outbox.core.binding import Bindings
 from outbox.core.dead_letter import DeadLetters
+from outbox.core.events import Observer, Troubled
 from outbox.core.listener import Listener
 from outbox.core.message import Message
 from outbox.core.pace import Pace
@@ -24,6 +25,7 @@ from outbox.core.transport import Features, Published, Refusal
 SETTLE_WITHIN = 0.005  # seconds that an outcome waits for others to be written with it
 SETTLE_AGAIN = 0.1, 5.0  # seconds between two tries to write outcomes, doubling: the lease decides how long it matters
 CLOSE_WITHIN = 10.0  # seconds that closing waits for outcomes to be written
+LAST_WORDS = 2.0  # seconds more for those that a silent database holds up
 SHORT_WORK, LONG_WORK = 0.1, 1.0  # seconds that a claim lasts before the next one is larger, or smaller
 
 
@@ -33,8 +35,9 @@ class DatabaseTransport:
     name = "database"
     features = Features(completes_in_transaction=True, routes_in_store=True)
 
-    def __init__(self, store: Store, *, lease: timedelta, poll_interval: float) -> None:
+    def __init__(self, store: Store, *, lease: timedelta, poll_interval: float, observe: Observer) -> None:
         self._store = store
+        self._observe = observe
         self._lease = lease
         self._poll_interval = poll_interval
         self._held = _Held(store.announce)
@@ -67,7 +70,8 @@ class DatabaseTransport:
 
     def consume(self, listener: Listener, prefetch: int) -> DatabaseDeliveries:
         lease = listener.lease_time or self._lease
-        return DatabaseDeliveries(self._store, listener, prefetch, lease, Pace(self._poll_interval), self._held)
+        pace = Pace(self._poll_interval)
+        return DatabaseDeliveries(self._store, listener, prefetch, lease, pace, self._held, self._observe)
 
 
 class DatabaseDelivery:
@@ -94,7 +98,14 @@ class DatabaseDeliveries:
     """The deliveries of one queue: claimed in batches ahead of the listener, given back if it does not take them."""
 
     def __init__(
-        self, store: Store, listener: Listener, prefetch: int, lease: timedelta, pace: Pace, held: _Held
+        self,
+        store: Store,
+        listener: Listener,
+        prefetch: int,
+        lease: timedelta,
+        pace: Pace,
+        held: _Held,
+        observe: Observer,
     ) -> None:
         self._store = store
         self._queue = listener.queue
@@ -103,6 +114,7 @@ class DatabaseDeliveries:
         self._lease = lease
         self._pace = pace
         self._held = held
+        self._observe = observe
         self._ready: deque[DatabaseDelivery] = deque()
         self._unsettled = 0
         self._arrived = asyncio.Event()
@@ -132,7 +144,7 @@ class DatabaseDeliveries:
         self._arrived.set()
         if self._filling is not None:
             self._filling.cancel()
-            await asyncio.gather(self._filling, return_exceptions=True)
+            await asyncio.wait([self._filling], timeout=LAST_WORDS)
         while self._ready:
             self._ready.popleft().settle(Released())
 
@@ -168,7 +180,7 @@ class DatabaseDeliveries:
                 suspect = any(attempt.crash_count for attempt in claim.attempts)
                 if self._closed or (suspect and not self._held.wants_suspect(self._queue)):
                     return  # leaving gives everything back
-                with self._held.batch(_Batch(claim, self._settled), suspect=suspect) as batch:
+                with self._held.batch(_Batch(claim, self._settled, self._cannot_write), suspect=suspect) as batch:
                     self._unsettled += len(claim.attempts)
                     self._ready.extend(DatabaseDelivery(attempt, batch) for attempt in claim.attempts)
                     self._arrived.set()
@@ -182,6 +194,9 @@ class DatabaseDeliveries:
             if not taken.done():
                 taken.set_result(0)
 
+    def _cannot_write(self, error: Exception, pause: float) -> None:
+        self._observe(Troubled(f"outcomes of {self._queue}", error, timedelta(seconds=pause)))
+
     def _settled(self, count: int) -> None:
         self._unsettled -= count
         self._appetite.digested(count)
@@ -191,9 +206,12 @@ class DatabaseDeliveries:
 class _Batch:
     """A claim whose outcomes are written together."""
 
-    def __init__(self, claim: Claim, settled: Callable[[int], None]) -> None:
+    def __init__(
+        self, claim: Claim, settled: Callable[[int], None], cannot_write: Callable[[Exception, float], None]
+    ) -> None:
         self.claim = claim
         self._settled = settled
+        self._cannot_write = cannot_write
         self._open = {attempt.id for attempt in claim.attempts}
         self._outcomes: dict[int, Outcome] = {}
         self._futures: dict[int, asyncio.Future[bool]] = {}
@@ -244,11 +262,13 @@ class _Batch:
         while True:
             try:
                 return await self.claim.settle(outcomes)
-            except Exception:
+            except Exception as error:
                 if self._closing:
                     raise
-                # The database is away. Every write is fenced, so trying again can do no harm.
-                await asyncio.sleep(again.pause())
+                # The database is away, or refuses. Every write is fenced, so trying again can do no harm.
+                pause = again.pause()
+                self._cannot_write(error, pause)
+                await asyncio.sleep(pause)
 
     def _written(self, outcomes: Mapping[int, Outcome], lost: frozenset[int]) -> None:
         self._open -= outcomes.keys()
@@ -305,7 +325,8 @@ class _Held:
             await asyncio.wait(self._tasks, timeout=CLOSE_WITHIN)
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=LAST_WORDS)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

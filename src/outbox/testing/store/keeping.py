@@ -26,8 +26,9 @@ class KeepingCases(StoreCases):
     async def test_a_wait_ends_in_time_when_nothing_happens(self, store: Store) -> None:
         loop = asyncio.get_running_loop()
         began = loop.time()
-        await store.wait(0.3, destination="q")
-        assert 0.25 <= loop.time() - began < SOON
+        for _ in range(5):  # one or the other may end early: a wake-up is a hint
+            await store.wait(0.2, destination="q")
+        assert 0.35 <= loop.time() - began < SOON
 
     async def test_an_announcement_ends_a_wait(self, store: Store) -> None:
         waiting = asyncio.create_task(store.wait(60, destination="q"))

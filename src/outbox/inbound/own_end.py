@@ -1,0 +1,38 @@
+"""OwnEnd: keeps a listener from ending the transaction that the worker ends."""
+
+from __future__ import annotations
+
+from sqlalchemy import event
+from sqlalchemy.orm import Session
+
+from outbox.core.errors import TransactionError
+
+
+class OwnEnd:
+    """Watches a listener's session. A commit of the listener's own would escape the delivery's: it is refused."""
+
+    def __init__(self, session: Session) -> None:
+        self._allowed = False
+        self._rolled_back = False
+        event.listen(session, "before_commit", self._before_commit)
+        event.listen(session, "after_rollback", self._after_rollback)
+
+    def allow(self) -> None:
+        """From here on it is the worker who ends the transaction; too late if the listener did."""
+        if self._rolled_back:
+            raise TransactionError(
+                "the listener rolled back its session: leave that to the worker and raise an exception instead, or use "
+                "`session.begin_nested()` for a part"
+            )
+        self._allowed = True
+
+    def _before_commit(self, session: Session) -> None:
+        if not self._allowed and not session.in_nested_transaction():
+            raise TransactionError(
+                "the listener committed its session: leave that to the worker, who commits it together with the end of "
+                "the message; what must be committed by itself needs a session of its own"
+            )
+
+    def _after_rollback(self, session: Session) -> None:
+        if not session.in_nested_transaction():
+            self._rolled_back = True
