@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Optional
 
 import pytest
-from listening import SESSION, Order, call, refused
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import Session
 
 from outbox import ConfigurationError, Listener, Message
 from outbox.inbound.arguments import Arguments
+from tests.unit.listening import SESSION, Order, call, refused
 
 
 @dataclass

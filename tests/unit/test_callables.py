@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from listening import SESSION, Order, call, refused
 
 from outbox import Listener
 from outbox.inbound.arguments import Arguments
+from tests.unit.listening import SESSION, Order, call, refused
 
 
 class Handler:

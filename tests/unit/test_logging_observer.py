@@ -9,7 +9,9 @@ from sqlalchemy.exc import OperationalError
 
 from outbox import Message
 from outbox.core.attempt import Attempt, Dead, Done, Reason, Released, RetryIn
+from outbox.core.binding import Binding
 from outbox.core.events import (
+    Bound,
     CleanedUp,
     Emitted,
     Event,
@@ -18,6 +20,7 @@ from outbox.core.events import (
     Relayed,
     Routed,
     Started,
+    StillRunning,
     Stopped,
     Troubled,
     Unroutable,
@@ -65,10 +68,23 @@ CASES: list[Any] = [
         id="retry",
     ),
     pytest.param(
-        Handled("billing", ATTEMPT, Dead(Reason.UNDECODABLE, LONG_ERROR), SHORT),
+        Handled("billing", ATTEMPT, Dead(Reason.EXHAUSTED, LONG_ERROR), SHORT),
         logging.WARNING,
-        ["dead", "undecodable", "billing", "it broke"],
+        ["dead", "exhausted", "billing", "it broke"],
         id="dead",
+    ),
+    pytest.param(
+        Handled("billing", ATTEMPT, Dead(Reason.UNDECODABLE, LONG_ERROR), SHORT),
+        logging.ERROR,
+        ["dead", "undecodable", "billing", "it broke"],
+        id="undecodable",
+    ),
+    pytest.param(Bound(Binding("billing", "order.*")), logging.DEBUG, ["billing", "order.*"], id="bound"),
+    pytest.param(
+        StillRunning("billing", ATTEMPT, timedelta(minutes=16)),
+        logging.WARNING,
+        ["order.created", "billing", "16m"],
+        id="still running",
     ),
     pytest.param(
         Handled("billing", ATTEMPT, Released(), SHORT), logging.DEBUG, ["gave back", "billing"], id="worker gave back"

@@ -117,7 +117,7 @@ async def test_a_cancellation_waits_until_the_work_is_over_and_is_then_raised() 
         await go_on.wait()
         ended.set()
 
-    task = asyncio.create_task(finish(work()))
+    task = asyncio.create_task(finish(work(), LONG))
     await begun.wait()
     task.cancel()
     await asyncio.sleep(0)
@@ -136,7 +136,7 @@ async def test_an_error_of_the_work_is_raised_as_it_is(make: Callable[[], Except
         raise error
 
     with pytest.raises(type(error)) as caught:
-        await finish(work())
+        await finish(work(), LONG)
     assert caught.value is error
 
 
@@ -144,7 +144,7 @@ async def test_the_value_of_the_work_comes_back() -> None:
     async def work() -> str:
         return "written"
 
-    assert await finish(work()) == "written"
+    assert await finish(work(), LONG) == "written"
 
 
 async def test_an_error_after_a_cancellation_gives_way_to_the_cancellation() -> None:
@@ -155,7 +155,7 @@ async def test_an_error_after_a_cancellation_gives_way_to_the_cancellation() -> 
         await go_on.wait()
         raise OSError("away")
 
-    task = asyncio.create_task(finish(work()))
+    task = asyncio.create_task(finish(work(), LONG))
     await begun.wait()
     task.cancel()
     await asyncio.sleep(0)
@@ -172,7 +172,7 @@ async def test_a_second_cancellation_does_not_cut_the_work_either() -> None:
         await go_on.wait()
         ended.set()
 
-    task = asyncio.create_task(finish(work()))
+    task = asyncio.create_task(finish(work(), LONG))
     await begun.wait()
     task.cancel()
     await asyncio.sleep(0)

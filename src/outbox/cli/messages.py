@@ -24,7 +24,7 @@ Fact = tuple[str, object]
 UNROUTABLE = "unroutable"
 GONE = "those that were handled are deleted unless clean_up_after keeps them"
 
-_HISTORY = re.compile(r"(?P<when>\S+ \S+Z) (?P<what>attempt \d+|unroutable)(?P<how>.*)")
+_HISTORY = re.compile(r"(?P<when>\S+ \S+Z) (?P<what>attempt \d+|unroutable|replayed|given up)(?P<how>.*)")
 
 
 class State(StrEnum):

@@ -1,0 +1,83 @@
+"""Fixtures for the behaviour that the seeds document: their engine, their User, their module-level outbox."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine, create_engine, make_url
+from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+import outbox as library
+from outbox import Outbox
+from outbox.observers.logging import LoggingObserver
+from tests.seeds.databases import PSYCOPG, SQLITE
+from tests.seeds.observing import Recorder
+
+
+@pytest.fixture(params=[SQLITE, PSYCOPG])
+def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Both databases in turn; what may depend on the driver is marked `on_every_driver`."""
+    if request.param == SQLITE:
+        return f"sqlite+aiosqlite:///{tmp_path / 'outbox.db'}"
+    url: str = request.getfixturevalue("postgresql_url")
+    return url.replace("postgresql://", f"{request.param}://", 1)
+
+
+@pytest.fixture
+def recorder() -> Recorder:
+    """Hears what the outboxes of this test say."""
+    return Recorder()
+
+
+@pytest.fixture
+async def db_engine(database_url: str) -> AsyncIterator[AsyncEngine]:
+    """The application's own engine, made as the seeds make it."""
+    engine = create_async_engine(database_url)
+    yield engine
+    await engine.dispose()
+
+
+@pytest.fixture
+def sync_engine(database_url: str) -> Iterator[Engine]:
+    """An engine for code without an event loop: sqlite3 or psycopg, on the same database."""
+    url = make_url(database_url)
+    driver = "sqlite" if url.get_backend_name() == "sqlite" else "postgresql+psycopg"
+    engine = create_engine(url.set(drivername=driver))
+    yield engine
+    engine.dispose()
+
+
+@pytest.fixture
+async def user_model(db_engine: AsyncEngine, table_name: str) -> type[Any]:
+    """The seeds' domain entity, in a table of this test's own."""
+
+    class Base(DeclarativeBase):
+        """A registry of this test's own."""
+
+    class User(Base):
+        __tablename__ = f"{table_name}_users"
+        id: Mapped[int] = mapped_column(primary_key=True)
+        username: Mapped[str]
+
+    async with db_engine.begin() as connection:
+        await connection.run_sync(Base.metadata.create_all)
+    return User
+
+
+@pytest.fixture
+async def outbox(make_outbox: Callable[..., Outbox], db_engine: AsyncEngine, recorder: Recorder) -> Outbox:
+    """One outbox on the application's engine."""
+    return make_outbox(db_engine=db_engine, observers=[LoggingObserver(), recorder])
+
+
+@pytest.fixture
+async def singleton() -> AsyncIterator[Outbox]:
+    """The module-level outbox, as new after the test."""
+    yield library.outbox
+    await library.outbox.close()
+    vars(library.outbox).clear()
+    Outbox.__init__(library.outbox)

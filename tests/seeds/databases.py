@@ -1,0 +1,16 @@
+"""Databases: where a test of the seeds runs.
+
+Without a mark that is SQLite and PostgreSQL through psycopg, which connects in a third of asyncpg's time.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+SQLITE = "sqlite"
+ASYNCPG = "postgresql+asyncpg"
+PSYCOPG = "postgresql+psycopg"
+
+on_every_driver = pytest.mark.parametrize("database_url", [SQLITE, ASYNCPG, PSYCOPG], indirect=True)
+on_postgresql = pytest.mark.parametrize("database_url", [ASYNCPG, PSYCOPG], indirect=True)
+on_sqlite = pytest.mark.parametrize("database_url", [SQLITE], indirect=True)

@@ -1,0 +1,354 @@
+"""What somebody who tried to break the library managed to break, each once."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+from sqlalchemy import Column, Integer, MetaData, Table, insert, select, text, update
+from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
+from sqlalchemy.orm import Session
+
+from outbox import Message, Outbox, TransactionError, listen
+from outbox.core.attempt import Done, RetryIn
+from outbox.core.binding import Binding
+from outbox.core.events import Handled, Troubled
+from outbox.transports import function
+from tests.walk.test_worker import Watch, emit
+
+MakeOutbox = Callable[..., Outbox]
+
+POSTGRESQL = pytest.mark.parametrize("database_url", ["postgresql+asyncpg", "postgresql+psycopg"], indirect=True)
+SQLITE = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+
+
+@pytest.fixture
+def watch() -> Watch:
+    return Watch()
+
+
+@pytest.fixture
+async def effects(outbox: Outbox, table_name: str) -> Table:
+    table = Table(f"{table_name}_effects", MetaData(), Column("id", Integer, primary_key=True), Column("n", Integer))
+    async with outbox.engines.asynchronous.begin() as connection:
+        await connection.run_sync(table.metadata.create_all)
+    return table
+
+
+async def written(outbox: Outbox, effects: Table) -> list[int]:
+    async with outbox.transaction() as session:
+        return list(await session.scalars(select(effects.c.n).order_by(effects.c.n)))
+
+
+@pytest.mark.parametrize("end", ["commit", "rollback"])
+async def test_a_listener_that_ends_its_own_transaction_repeats_no_effect(
+    make_outbox: MakeOutbox, watch: Watch, effects: Table, end: str
+) -> None:
+    outbox = make_outbox(observers=[watch])
+
+    @listen("#", queue="async", retry_delays=(0, 0))
+    async def in_loop(body: int, session: AsyncSession) -> None:
+        await session.execute(insert(effects).values(n=body))
+        await getattr(session, end)()
+
+    @listen("#", queue="plain", retry_delays=(0, 0))
+    def in_thread(body: int, session: Session) -> None:
+        session.execute(insert(effects).values(n=body))
+        getattr(session, end)()
+
+    await emit(outbox, 1)
+    async with outbox.running(listeners=[in_loop, in_thread]):
+        await watch.until(Handled, 6)
+    assert await written(outbox, effects) == []
+    letters = await outbox.dead_letters.list()
+    assert [letter.queue for letter in letters] == ["async", "plain"] or len(letters) == 2
+    assert all(
+        letter.error.startswith(f"TransactionError: the listener {end[:4]}") or end in letter.error
+        for letter in letters
+    )
+
+
+async def test_a_savepoint_of_the_listeners_own_is_fine(make_outbox: MakeOutbox, watch: Watch, effects: Table) -> None:
+    outbox = make_outbox(observers=[watch])
+
+    @listen("#", queue="q", retry_delays=())
+    async def listener(body: int, session: AsyncSession) -> None:
+        async with session.begin_nested():
+            await session.execute(insert(effects).values(n=1))
+        with pytest.raises(ZeroDivisionError):
+            async with session.begin_nested():
+                await session.execute(insert(effects).values(n=2))
+                raise ZeroDivisionError
+
+    await emit(outbox, 1)
+    async with outbox.running(listeners=[listener]):
+        await watch.until(Handled)
+    assert await written(outbox, effects) == [1]
+
+
+@POSTGRESQL
+async def test_a_router_that_is_frozen_at_work_stops_nobody_else(make_outbox: MakeOutbox, watch: Watch) -> None:
+    """A transaction that holds what a router holds: some messages, and the bindings' version."""
+    outbox = make_outbox(observers=[watch])
+
+    @listen("#", queue="q")
+    async def listener(body: int) -> None: ...
+
+    await outbox.store.bind([listener.binding])
+    await outbox.store.record_transport("database")
+    engine = create_async_engine(outbox.engines.asynchronous.url)
+    async with engine.connect() as frozen:
+        state = outbox.tables.state.name
+        await frozen.execute(text(f"SELECT bindings_version FROM {state} WHERE id = 1 FOR SHARE"))
+        async with outbox.running(listeners=[listener]):
+            for n in range(5):
+                await emit(outbox, n)
+                await watch.until(Handled, n + 1)
+    await engine.dispose()
+
+
+async def test_a_signal_reaches_every_server_of_a_process(make_outbox: MakeOutbox, table_name: str) -> None:
+    first, second = make_outbox(), make_outbox(table_name=f"{table_name}_b")
+
+    @listen("#", queue="q")
+    async def listener(body: int) -> None: ...
+
+    before = signal.getsignal(signal.SIGTERM)
+    serving = [
+        asyncio.create_task(first.worker([listener])),
+        asyncio.create_task(first.message_relay()),
+        asyncio.create_task(second.worker([listener])),
+    ]
+    async with asyncio.timeout(20):
+        while not (await first.bindings() and await second.bindings()):
+            await asyncio.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.gather(*serving)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+async def test_leaving_one_running_block_leaves_another_alone(make_outbox: MakeOutbox, watch: Watch) -> None:
+    outbox = make_outbox(observers=[watch])
+    started, release, runs = asyncio.Event(), asyncio.Event(), 0
+
+    @listen("a", queue="a")
+    async def long(body: int) -> None:
+        nonlocal runs
+        runs += 1
+        started.set()
+        await release.wait()
+
+    @listen("b", queue="b")
+    async def other(body: int) -> None: ...
+
+    await emit(outbox, 1, routing_key="a")
+    async with outbox.running(listeners=[long]):
+        await asyncio.wait_for(started.wait(), 20)
+        async with outbox.running(listeners=[other]):
+            await emit(outbox, 2, routing_key="b")
+            await watch.until(Handled)
+        release.set()
+        await watch.until(Handled, 2)
+    assert runs == 1
+
+
+@POSTGRESQL
+async def test_tables_made_in_the_callers_own_transaction_are_used(database_url: str, make_outbox: MakeOutbox) -> None:
+    engine = create_async_engine(database_url)
+    outbox = make_outbox(db_engine=engine)
+    async with asyncio.timeout(20), engine.begin() as connection:
+        await connection.run_sync(outbox.metadata.create_all)
+        await outbox.emit(connection, "a", 1)
+    assert len(await outbox.messages()) == 1
+    await engine.dispose()
+
+
+async def test_workers_that_start_together_do_not_deadlock_over_what_waits_for_them(
+    make_outbox: MakeOutbox,
+) -> None:
+    stores = [make_outbox().store for _ in range(4)]
+    outbox = make_outbox()
+    await emit(outbox, *range(2000), routing_key="lonely")
+    while (await stores[0].route(500, {})).taken:
+        pass
+
+    async def bind(number: int) -> None:
+        for n in range(4):
+            await stores[number].bind([Binding(f"q{number}.{n}", f"nothing.{number}.{n}")])
+            await stores[number].route(500, {})
+
+    await asyncio.gather(*map(bind, range(4)))
+    assert (await outbox.backlog()).unroutable == 2000
+
+
+@POSTGRESQL
+async def test_a_pool_of_one_connection_is_enough(database_url: str, make_outbox: MakeOutbox, watch: Watch) -> None:
+    engine = create_async_engine(database_url, pool_size=1, max_overflow=0)
+    outbox = make_outbox(db_engine=engine, observers=[watch])
+
+    @listen("#", queue="q")
+    async def listener(body: int, session: AsyncSession) -> None:
+        await session.execute(text("SELECT 1"))
+
+    await emit(outbox, *range(20))
+    async with outbox.running(listeners=[listener]):
+        await watch.until(Handled, 20)
+    assert not watch.all(Troubled)
+    await engine.dispose()
+
+
+@POSTGRESQL
+async def test_waiting_for_a_connection_burns_no_attempt(
+    database_url: str, make_outbox: MakeOutbox, watch: Watch
+) -> None:
+    """The pool is empty for longer than the listener may take, and gives up before a connection comes."""
+    engine = create_async_engine(database_url, pool_size=1, max_overflow=0, pool_timeout=0.3)
+    outbox = make_outbox(db_engine=engine, observers=[watch])
+    runs = 0
+
+    @listen("#", queue="q", timeout=0.2, retry_delays=())
+    async def listener(body: int, session: AsyncSession) -> None:
+        nonlocal runs
+        runs += 1
+
+    await emit(outbox, 1)
+    async with engine.connect(), outbox.running(listeners=[listener]):
+        await watch.until(Troubled)
+        assert runs == 0
+    async with outbox.running(listeners=[listener]):
+        await watch.until(Handled, 1)
+        async with asyncio.timeout(20):
+            while runs == 0:
+                await asyncio.sleep(0.02)
+    assert await outbox.dead_letters.list() == []
+    await engine.dispose()
+
+
+async def test_a_former_suspect_does_not_hold_up_the_healthy_of_its_queue(make_outbox: MakeOutbox) -> None:
+    """It crashed once and failed once: it is claimed alone, and the others without it."""
+    outbox = make_outbox()
+    store = outbox.store
+    await store.bind([Binding("q", "#")])
+    await emit(outbox, "suspect")
+    await store.route(10, {})
+    dead = store.claim(1, lease=timedelta(seconds=0.2), destination="q")
+    await dead.__aenter__()
+    dead._renewal.cancel()  # type: ignore[attr-defined]
+    await asyncio.sleep(0.25)
+    async with store.claim(1, lease=timedelta(seconds=30), destination="q") as claim:
+        await claim.settle({claim.attempts[0].id: RetryIn(timedelta(0), "failed")})
+    await emit(outbox, 1, 2, 3)
+    await store.route(10, {})
+    async with store.claim(10, lease=timedelta(seconds=30), destination="q", suspects=False) as healthy:
+        assert sorted(attempt.message.body for attempt in healthy.attempts) == [b"1", b"2", b"3"]
+        async with store.claim(10, lease=timedelta(seconds=30), destination="q") as alone:
+            [attempt] = alone.attempts
+            assert (attempt.message.body, attempt.crash_count, attempt.attempt_count) == (b'"suspect"', 1, 2)
+            await alone.settle({attempt.id: Done()})
+
+
+@POSTGRESQL
+async def test_other_event_loops_of_a_process_leave_no_connections_behind(
+    database_url: str, make_outbox: MakeOutbox, table_name: str
+) -> None:
+    outbox = make_outbox()
+    engine = create_async_engine(database_url)
+
+    @listen("#", queue="q")
+    async def listener(body: int) -> None: ...
+
+    async def connections() -> int:
+        query = text("SELECT count(*) FROM pg_stat_activity WHERE query LIKE :mine OR query LIKE 'LISTEN%'")
+        async with engine.connect() as connection:
+            return int(await connection.scalar(query, {"mine": f"%{table_name}%"}))
+
+    def emit_elsewhere() -> None:
+        async def once() -> None:
+            other = create_async_engine(database_url)
+            async with AsyncSession(other) as session, session.begin():
+                await outbox.emit(session, "a", 1)
+            await other.dispose()
+
+        asyncio.run(once())
+
+    async with outbox.running(listeners=[listener]):
+        await asyncio.to_thread(emit_elsewhere)
+        before = await connections()
+        for _ in range(10):
+            await asyncio.to_thread(emit_elsewhere)
+        assert await connections() <= before + 2
+    await engine.dispose()
+
+
+async def test_one_message_that_hangs_does_not_hold_up_its_batch(
+    make_outbox: MakeOutbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(function, "WITHIN", 0.1)
+    sent: list[bytes] = []
+
+    async def publish(message: Message) -> None:
+        if message.body == b"0" and len(sent) < 4:
+            await asyncio.sleep(3600)
+        sent.append(message.body)
+
+    outbox = make_outbox(transport=publish)
+    await emit(outbox, *range(5))
+    async with outbox.running(relay=True):
+        async with asyncio.timeout(20):
+            while (await outbox.backlog()).waiting:
+                await asyncio.sleep(0.02)
+    assert sorted(sent) == [b"0", b"1", b"2", b"3", b"4"]
+
+
+async def test_a_row_that_nobody_can_read_is_buried_and_stops_nobody(make_outbox: MakeOutbox, watch: Watch) -> None:
+    outbox = make_outbox(observers=[watch])
+
+    @listen("#", queue="q")
+    async def listener(body: int) -> None: ...
+
+    await emit(outbox, 1, 2, 3)
+    messages = outbox.tables.messages
+    async with outbox.transaction() as session:
+        await session.execute(update(messages).where(messages.c.id == 2).values(headers="{not json"))
+    async with outbox.running(listeners=[listener]):
+        await watch.until(Handled, 2)
+        async with asyncio.timeout(20):
+            while not (await outbox.backlog()).dead:
+                await asyncio.sleep(0.02)
+    assert (await outbox.backlog()).dead == 1
+
+
+@SQLITE
+async def test_sqlite_lets_everybody_of_a_process_write_in_turn(make_outbox: MakeOutbox, watch: Watch) -> None:
+    """Listeners that write without a pause starve neither a producer nor the renewal of a lease."""
+    outbox = make_outbox(observers=[watch], lease=3)
+
+    @listen("work", queue="q", timeout=2)
+    async def listener(body: int, session: AsyncSession) -> None:
+        await asyncio.sleep(0.05)
+
+    await emit(outbox, *range(60), routing_key="work")
+    async with outbox.running(listeners=[listener]):
+        slowest = 0.0
+        loop = asyncio.get_running_loop()
+        for _ in range(10):
+            began = loop.time()
+            await emit(outbox, 0, routing_key="aside")
+            slowest = max(slowest, loop.time() - began)
+        await watch.until(Handled, 60)
+    assert {type(event.outcome) for event in watch.all(Handled)} == {Done}
+    assert slowest < 3
+
+
+@SQLITE
+async def test_a_second_transaction_in_the_same_task_is_refused_instead_of_waiting_for_itself(
+    outbox: Outbox,
+) -> None:
+    async with outbox.transaction():
+        with pytest.raises(TransactionError, match="already"):
+            async with outbox.transaction():
+                pass
