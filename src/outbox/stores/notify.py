@@ -21,7 +21,7 @@ from outbox.core.pace import Pace
 from outbox.stores.tables import NOT_ROUTED
 
 if TYPE_CHECKING:
-    from sqlalchemy.ext.asyncio import AsyncConnection
+    from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
     from outbox.stores.postgresql import PostgresqlStore
 
@@ -31,6 +31,7 @@ MOMENT = 0.01  # seconds between two notifications of one process
 NAP = 5.0  # seconds for which a sleeper says that it sleeps, at least
 SLEEPERS = 2  # the id of the state table's row in which they say so
 CHECK = 30.0  # seconds between two checks that the listening connection lives
+LAST_WORDS = 2.0  # seconds that a connection which is not wanted any more has to come about
 LONGEST_DEAFNESS = 60.0  # seconds between two tries to listen where it does not work, as behind a pooler
 
 
@@ -83,7 +84,7 @@ class Notifier:
         for task in tasks:
             task.cancel()
         if tasks:
-            await asyncio.wait(tasks, timeout=1)
+            await asyncio.wait(tasks, timeout=2 * LAST_WORDS)
         self._loop = self._notifying = self._listening = None
 
     def _belongs_to(self, loop: asyncio.AbstractEventLoop) -> bool:
@@ -133,9 +134,12 @@ class Notifier:
             try:
                 engine = self._store.spare_engine()  # this connection is kept, which no pool is made for
                 try:
-                    async with engine.connect() as connection:
-                        await connection.execution_options(isolation_level="AUTOCOMMIT")
+                    connection = await _connected(engine)
+                    try:
                         await self._hear(connection, again)
+                    finally:
+                        await connection.invalidate()  # one that listened is of no use to anybody else
+                        await connection.close()
                 finally:
                     await engine.dispose()
             except Exception as error:  # noqa: BLE001 - whatever it is, polling goes on
@@ -145,23 +149,37 @@ class Notifier:
     async def _hear(self, connection: AsyncConnection, again: Pace) -> None:
         """Ring the store's bells until the connection ends. asyncpg calls back, psycopg is asked."""
         raw: Any = (await connection.get_raw_connection()).driver_connection
-        try:
-            if hasattr(raw, "add_listener"):
-                ended = asyncio.Event()
-                raw.add_termination_listener(lambda *_: ended.set())
-                await raw.add_listener(self._channel, lambda *heard: self._store.heard(heard[3]))
-                again.reset()
-                self._store.heard_everything()
-                while not await _within(CHECK, ended):
-                    await connection.execute(text("SELECT 1"))
-            else:
-                await connection.execute(text(f'LISTEN "{self._channel}"'))
-                again.reset()
-                self._store.heard_everything()
-                async for notification in raw.notifies():
-                    self._store.heard(notification.payload)
-        finally:
-            await connection.invalidate()  # a connection that listens is of no use to anybody else
+        if hasattr(raw, "add_listener"):
+            ended = asyncio.Event()
+            raw.add_termination_listener(lambda *_: ended.set())
+            await raw.add_listener(self._channel, lambda *heard: self._store.heard(heard[3]))
+            again.reset()
+            self._store.heard_everything()
+            while not await _within(CHECK, ended):
+                await connection.execute(text("SELECT 1"))
+        else:
+            await connection.execute(text(f'LISTEN "{self._channel}"'))
+            again.reset()
+            self._store.heard_everything()
+            async for notification in raw.notifies():
+                self._store.heard(notification.payload)
+
+
+async def _connected(engine: AsyncEngine) -> AsyncConnection:
+    """A connection in AUTOCOMMIT. Drivers leave half a connection behind when they are cancelled while they connect."""
+
+    async def connect() -> AsyncConnection:
+        connection = await engine.connect()
+        return await connection.execution_options(isolation_level="AUTOCOMMIT")
+
+    connecting = asyncio.ensure_future(connect())
+    try:
+        return await asyncio.shield(connecting)
+    except asyncio.CancelledError:
+        await asyncio.wait([connecting], timeout=LAST_WORDS)
+        if connecting.done() and not connecting.cancelled() and connecting.exception() is None:
+            await connecting.result().close()
+        raise
 
 
 async def _within(seconds: float, event: asyncio.Event) -> bool:
