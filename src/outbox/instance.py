@@ -24,7 +24,7 @@ from outbox.core.message import Message
 from outbox.core.store import Backlog, Store, StoredMessage
 from outbox.core.transport import Transport
 from outbox.engines import Engines
-from outbox.inbound.calling import Call
+from outbox.inbound.calling import SESSION_TIME_LIMIT, Call
 from outbox.inbound.handling import Handling
 from outbox.inbound.inbox import Inbox
 from outbox.inbound.threads import Threads
@@ -344,11 +344,12 @@ class Outbox:
         settings = self.settings
         has_database = self.engines.configured
         sessions = self.engines.sessions(self.store) if has_database else None
-        call = Call(listener, sessions, Inbox(self.store) if has_database else None, threads)
+        inbox = Inbox(self.store) if has_database else None
+        call = Call(listener, sessions, inbox, threads, self._session_time_limit(listener))
         if call.in_transaction and not has_database:
             raise ConfigurationError(f"{listener.queue} asks for a session, but no database is set up")
         if call.in_transaction:
-            self._check_lease(listener, call)
+            self._check_time_limit(listener)
         if call.arguments.session is Session:
             self.engines.synchronous  # noqa: B018 - a missing driver is said before any message is touched
         return Handling(
@@ -359,14 +360,23 @@ class Outbox:
             observe=self._observe,
         )
 
-    def _check_lease(self, listener: Listener, call: Call) -> None:
-        lease = listener.lease_time or self.settings.duration("lease")
-        if not self.store.writes_side_by_side and call.time_limit is not None and call.time_limit >= lease:
+    def _session_time_limit(self, listener: Listener) -> timedelta:
+        """The default for a listener's transaction: shorter than a lease that it keeps from being renewed."""
+        if not self.engines.configured or self.store.writes_side_by_side:
+            return SESSION_TIME_LIMIT
+        return min(SESSION_TIME_LIMIT, self._lease_of(listener) * 0.75)
+
+    def _check_time_limit(self, listener: Listener) -> None:
+        limit, lease = listener.time_limit, self._lease_of(listener)
+        if limit is not None and limit >= lease and not self.store.writes_side_by_side:
             raise ConfigurationError(
-                f"{listener.queue}: timeout={call.time_limit.total_seconds():g} s is not shorter than its lease of "
-                f"{lease.total_seconds():g} s. SQLite lets nobody write while the listener's transaction is open, not "
-                "even the renewal of the lease: lower the timeout or raise the lease"
+                f"{listener.queue}: timeout={limit.total_seconds():g} s is not shorter than its lease of "
+                f"{lease.total_seconds():g} s. SQLite lets nobody write while a listener's transaction is open, not "
+                "even the renewal of its lease: lower the timeout or raise the lease"
             )
+
+    def _lease_of(self, listener: Listener) -> timedelta:
+        return listener.lease_time or self.settings.duration("lease")
 
     def _relays(self, transport: Transport, relay: bool) -> list[Relay]:
         settings, store = self.settings, self.store

@@ -40,7 +40,7 @@ from outbox import (
     setup,
 )
 from outbox.sqlite import prepare
-from tests.seeds.databases import on_every_driver, on_sqlite
+from tests.seeds.databases import ASYNCPG, on_every_driver, on_sqlite
 from tests.seeds.observing import Statements, arrival, routing_keys
 
 JOHN = {"id": 123, "username": "johndoe"}
@@ -486,6 +486,21 @@ async def test_two_first_emits_at_the_same_time_do_not_collide(make_outbox: Make
     outboxes = [make_outbox() for _ in range(4)]
     await asyncio.gather(*(first_emit(outbox) for outbox in outboxes))
     assert await routing_keys(outboxes[0]) == ["user.created"] * 4
+
+
+@pytest.mark.parametrize("database_url", [ASYNCPG], indirect=True)
+async def test_the_first_uses_of_an_outbox_may_all_come_at_once(make_outbox: MakeOutbox) -> None:
+    await make_outbox().create_tables()
+
+    async def emit_and_commit(outbox: Outbox) -> None:
+        async with outbox.transaction() as session:
+            await outbox.emit(session, "user.created", JOHN)
+
+    for _ in range(8):
+        outbox = make_outbox()
+        waiting = outbox.store.wait(0.01)
+        await asyncio.gather(waiting, outbox.backlog(), outbox.messages(), *(emit_and_commit(outbox) for _ in range(3)))
+        await outbox.close()
 
 
 @on_sqlite

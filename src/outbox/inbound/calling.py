@@ -48,7 +48,14 @@ class ThreadTimeout(TimeoutError):
 class Call:
     """One listener's callback, ready to be called."""
 
-    def __init__(self, listener: Listener, sessions: Sessions | None, inbox: Inbox | None, executor: Executor) -> None:
+    def __init__(
+        self,
+        listener: Listener,
+        sessions: Sessions | None,
+        inbox: Inbox | None,
+        executor: Executor,
+        session_time_limit: timedelta = SESSION_TIME_LIMIT,
+    ) -> None:
         self.arguments = Arguments.of(listener)
         self._listener = listener
         self._callback = listener.callback
@@ -57,12 +64,8 @@ class Call:
         self._executor = executor
         self._limit = listener.time_limit
         if self._limit is None and self.arguments.session is not None:
-            self._limit = SESSION_TIME_LIMIT
+            self._limit = session_time_limit
         self._seconds = None if self._limit is None else self._limit.total_seconds()
-
-    @property
-    def time_limit(self) -> timedelta | None:
-        return self._limit
 
     @property
     def in_transaction(self) -> bool:

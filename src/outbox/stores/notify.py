@@ -132,7 +132,7 @@ class Notifier:
         again = Pace(LONGEST_DEAFNESS, 1.0)
         while True:
             try:
-                engine = self._store.spare_engine()  # this connection is kept, which no pool is made for
+                engine = await self._store.spare_engine()  # this connection is kept, which no pool is made for
                 try:
                     connection = await _connected(engine)
                     try:

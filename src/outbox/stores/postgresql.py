@@ -67,29 +67,33 @@ class PostgresqlStore(SqlStore):
         self._prepared: WeakSet[Pool] = WeakSet()
         self._notifier = Notifier(self)
 
-    @property
-    def engine(self) -> AsyncEngine:
+    async def _engine(self) -> AsyncEngine:
         """Connections of our own, made as the given engine makes its: listeners may use up the given pool."""
         loop = asyncio.get_running_loop()  # connections belong to the loop that made them
         engine = self._engines.get(loop)
         if engine is None:
             # Rows are locked and looked at anew: a stricter level, if the application likes one, would only fail.
-            engine = self.spare_engine().execution_options(isolation_level="READ COMMITTED")
-            self._engines[loop] = engine
+            engine = (await self.spare_engine()).execution_options(isolation_level="READ COMMITTED")
+            engine = self._engines.setdefault(loop, engine)
         return engine
 
-    def spare_engine(self) -> AsyncEngine:
+    async def spare_engine(self) -> AsyncEngine:
         """A further engine that connects as the given one does."""
         if self._given is None:
             raise ConfigurationError("this needs an async database: call setup(db_engine_url=…) with an async driver")
+        if not hasattr(self._given.dialect, "default_isolation_level"):
+            # SQLAlchemy asks the server once what it can do, on the given pool's first connection, and a pool beside it
+            # would not wait for the answer.
+            async with self._given.connect():
+                pass
         return AsyncEngine(spare(self._given.sync_engine))
 
     async def _transact(self, work: Callable[[Connection], Result]) -> Result:
-        async with self.engine.begin() as connection:
+        async with (await self._engine()).begin() as connection:
             return await connection.run_sync(work)
 
     async def _apply(self, work: Callable[[Connection], Result]) -> Result:
-        async with self.engine.connect() as connection:
+        async with (await self._engine()).connect() as connection:
             await connection.execution_options(isolation_level="AUTOCOMMIT")
             return await connection.run_sync(work)
 
