@@ -42,6 +42,7 @@ from outbox.stores.tables import Tables
 from outbox.transports.database import DatabaseTransport
 
 CLEAN_UP_EVERY = 10  # poll intervals
+LAST_WORDS = 8.0  # seconds that a relay has which did not end within the grace; a silent database takes most of it
 
 
 class Outbox:
@@ -467,4 +468,4 @@ async def _end(tasks: list[asyncio.Task[None]], shutdown: Shutdown, grace: timed
     await asyncio.wait(ending, timeout=grace.total_seconds(), return_when=asyncio.FIRST_COMPLETED)
     for task in (forced, *tasks):
         task.cancel()
-    await asyncio.gather(forced, *tasks, return_exceptions=True)
+    await asyncio.wait([forced, *tasks], timeout=LAST_WORDS)

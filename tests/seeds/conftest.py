@@ -69,6 +69,12 @@ async def user_model(db_engine: AsyncEngine, table_name: str) -> type[Any]:
 
 
 @pytest.fixture
+def make_outbox(db_engine: AsyncEngine, make_outbox: Callable[..., Outbox]) -> Callable[..., Outbox]:
+    """Outboxes that are closed before the application's engine is disposed of, as an application would do it."""
+    return make_outbox
+
+
+@pytest.fixture
 async def outbox(make_outbox: Callable[..., Outbox], db_engine: AsyncEngine, recorder: Recorder) -> Outbox:
     """One outbox on the application's engine."""
     return make_outbox(db_engine=db_engine, observers=[LoggingObserver(), recorder])

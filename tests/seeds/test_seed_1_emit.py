@@ -68,7 +68,7 @@ async def usernames(db_engine: AsyncEngine, user: Any) -> list[str]:
 
 @on_every_driver
 async def test_data_and_message_are_stored_together(
-    singleton: Outbox, db_engine: AsyncEngine, table_name: str, user_model: Any
+    db_engine: AsyncEngine, singleton: Outbox, table_name: str, user_model: Any
 ) -> None:
     setup(db_engine=db_engine, table_name=table_name)
 
@@ -107,6 +107,7 @@ async def test_data_that_the_database_refuses_takes_its_message_with_it(
     assert await outbox.messages() == []
 
 
+@on_sqlite
 async def test_a_session_that_begins_by_itself_and_commits_by_hand_stores_its_messages(
     outbox: Outbox, db_engine: AsyncEngine
 ) -> None:
@@ -468,6 +469,7 @@ async def test_the_outbox_table_is_made_by_the_first_emit(
     assert table_name in names
 
 
+@on_sqlite
 async def test_a_table_that_exists_is_used_as_it_is(make_outbox: MakeOutbox) -> None:
     for name in ("first", "second"):
         outbox = make_outbox()
@@ -558,6 +560,7 @@ async def test_emitting_in_autocommit_warns_that_nothing_is_atomic(outbox: Outbo
     await engine.dispose()
 
 
+@on_sqlite
 async def test_a_session_that_is_closed_without_commit_after_an_emit_warns(
     outbox: Outbox, db_engine: AsyncEngine
 ) -> None:
@@ -568,6 +571,7 @@ async def test_a_session_that_is_closed_without_commit_after_an_emit_warns(
     assert await outbox.messages() == []
 
 
+@on_sqlite
 async def test_neither_commit_nor_rollback_nor_a_failing_block_warns(outbox: Outbox, db_engine: AsyncEngine) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")

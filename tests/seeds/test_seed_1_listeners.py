@@ -104,6 +104,7 @@ def test_a_listener_keeps_what_it_was_declared_with() -> None:
     assert listen("user.created", retry_delays=(5, 30))(on_user_created.callback).retry_delays == (5, 30)
 
 
+@on_sqlite
 async def test_one_listener_can_serve_several_workers(make_outbox: MakeOutbox) -> None:
     arrivals: asyncio.Queue[object] = asyncio.Queue()
 
@@ -176,7 +177,7 @@ def seen() -> dict[str, tuple[str, ...]]:
 
 @pytest.fixture
 def chain(
-    singleton: Outbox, db_engine: AsyncEngine, table_name: str, seen: dict[str, tuple[str, ...]]
+    db_engine: AsyncEngine, singleton: Outbox, table_name: str, seen: dict[str, tuple[str, ...]]
 ) -> list[Listener]:
     """The listeners of the seed's example, on the module-level outbox."""
     from outbox import emit
@@ -203,7 +204,7 @@ def chain(
 
 
 async def test_each_emit_appends_a_uuid_to_what_led_to_it(
-    singleton: Outbox, db_engine: AsyncEngine, chain: list[Listener], seen: dict[str, tuple[str, ...]]
+    db_engine: AsyncEngine, singleton: Outbox, chain: list[Listener], seen: dict[str, tuple[str, ...]]
 ) -> None:
     async with singleton.running(listeners=chain):
         async with AsyncSession(db_engine) as session:
@@ -220,7 +221,7 @@ async def test_each_emit_appends_a_uuid_to_what_led_to_it(
 
 
 async def test_tracking_gives_the_entry_point_a_uuid_of_its_own(
-    singleton: Outbox, db_engine: AsyncEngine, chain: list[Listener], seen: dict[str, tuple[str, ...]]
+    db_engine: AsyncEngine, singleton: Outbox, chain: list[Listener], seen: dict[str, tuple[str, ...]]
 ) -> None:
     async with singleton.running(listeners=chain):
         with library.tracking():

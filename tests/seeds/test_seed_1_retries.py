@@ -120,6 +120,7 @@ async def test_setup_without_retry_delays_means_no_retries_for_anybody(
     assert letter.attempt_count == 1
 
 
+@on_sqlite
 async def test_a_delay_of_zero_retries_at_once(outbox: Outbox, recorder: Recorder) -> None:
     @listen("user.created", queue="at once", retry_delays=(0, 0, 0, 0, 0))
     async def at_once(user: object, attempt_count: int) -> None:
@@ -187,6 +188,7 @@ async def test_a_retry_goes_only_to_the_queue_that_failed(outbox: Outbox, record
     assert await outbox.messages() == []
 
 
+@on_sqlite
 async def test_a_failing_message_holds_up_no_other(outbox: Outbox) -> None:
     arrivals: asyncio.Queue[int] = asyncio.Queue()
 

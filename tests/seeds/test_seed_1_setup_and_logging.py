@@ -56,7 +56,7 @@ async def emit_and_commit(outbox: Outbox, routing_key: str = "user.created", bod
 
 
 async def test_the_names_of_the_module_belong_to_one_outbox(
-    singleton: Outbox, db_engine: AsyncEngine, table_name: str
+    db_engine: AsyncEngine, singleton: Outbox, table_name: str
 ) -> None:
     setup(db_engine=db_engine, table_name=table_name)
     async with AsyncSession(db_engine) as session:
@@ -67,7 +67,8 @@ async def test_the_names_of_the_module_belong_to_one_outbox(
         assert getattr(library, name) == getattr(library.outbox, name)
 
 
-async def test_the_singleton_can_be_used_by_name(singleton: Outbox, db_engine: AsyncEngine, table_name: str) -> None:
+@on_sqlite
+async def test_the_singleton_can_be_used_by_name(db_engine: AsyncEngine, singleton: Outbox, table_name: str) -> None:
     from outbox import outbox
 
     outbox.setup(db_engine=db_engine, table_name=table_name)
@@ -77,6 +78,7 @@ async def test_the_singleton_can_be_used_by_name(singleton: Outbox, db_engine: A
     assert await routing_keys(singleton) == ["user.created"]
 
 
+@on_sqlite
 async def test_main_application_and_worker_process_run_as_the_scripts_they_are_written_as(
     database_url: str, table_name: str
 ) -> None:
@@ -410,6 +412,7 @@ async def _is_empty(outbox: Outbox) -> bool:
     return not await outbox.messages()
 
 
+@on_sqlite
 async def test_cleanup_never_takes_what_was_not_sent(make_outbox: MakeOutbox, recorder: Recorder) -> None:
     refusals = 0
 

@@ -198,6 +198,7 @@ async def test_the_worker_waits_for_all_listeners_that_are_running(make_outbox: 
     assert await waiting_bodies(make_outbox()) == []
 
 
+@on_sqlite
 async def test_a_listener_that_fails_during_the_shutdown_is_retried_as_ever(make_outbox: MakeOutbox) -> None:
     outbox = make_outbox()
     started: asyncio.Queue[int] = asyncio.Queue()
@@ -288,6 +289,7 @@ async def test_an_abandoned_listeners_transaction_is_rolled_back(make_outbox: Ma
     assert await waiting_bodies(other) == [b"1"]
 
 
+@on_sqlite
 async def test_an_idle_worker_ends_at_once(make_outbox: MakeOutbox) -> None:
     outbox = make_outbox(grace=60, poll_interval=60)
 
@@ -365,6 +367,7 @@ async def test_leaving_the_running_block_is_a_graceful_shutdown_without_signals(
 # Worse than a signal that can be caught
 
 
+@on_sqlite
 async def test_a_worker_that_is_killed_loses_nothing(
     make_outbox: MakeOutbox, database_url: str, table_name: str, tmp_path: Path
 ) -> None:

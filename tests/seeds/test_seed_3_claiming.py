@@ -273,6 +273,7 @@ async def test_a_worker_holds_no_more_than_its_prefetch_count(make_outbox: MakeO
         await eventually(lambda: is_empty(outbox))
 
 
+@on_sqlite
 async def test_a_worker_that_is_stuck_leaves_the_rest_to_an_idle_one(make_outbox: MakeOutbox) -> None:
     """`prefetch_count` says that a worker takes many messages only while it handles them quickly."""
     stuck, idle = make_outbox(), make_outbox()

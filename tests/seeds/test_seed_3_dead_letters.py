@@ -367,6 +367,7 @@ async def test_two_replays_at_the_same_time_revive_a_letter_once(make_outbox: Ma
     assert len(await first.messages()) == 20
 
 
+@on_sqlite
 async def test_a_discarded_letter_is_gone_for_good(outbox: Outbox) -> None:
     letters = await buried(outbox, 2)
     assert await outbox.dead_letters.discard([letters[0].id]) == 1
@@ -375,6 +376,7 @@ async def test_a_discarded_letter_is_gone_for_good(outbox: Outbox) -> None:
     assert await outbox.messages() == []
 
 
+@on_sqlite
 async def test_a_message_that_dies_again_is_a_dead_letter_again(make_outbox: MakeOutbox, recorder: Recorder) -> None:
     outbox = make_outbox(observers=[recorder])
     async with outbox.running(listeners=[failing(ConnectionError("again"))]):

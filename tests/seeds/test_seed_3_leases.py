@@ -134,6 +134,7 @@ def lost_leases(caplog: pytest.LogCaptureFixture) -> list[Any]:
     return [record for record in caplog.records if getattr(record, "event", None) == "lease_lost"]
 
 
+@on_sqlite
 @pytest.mark.parametrize("phase", ["terminal", "retry"])
 async def test_a_lost_lease_is_a_warning_with_structured_fields(
     make_outbox: MakeOutbox, recorder: Recorder, caplog: pytest.LogCaptureFixture, phase: str
@@ -286,6 +287,7 @@ async def test_a_listener_that_outlasts_its_lease_keeps_it_by_renewal(
     assert await is_empty(first)
 
 
+@on_sqlite
 async def test_what_is_held_ready_behind_a_slow_listener_is_renewed_as_well(
     make_outbox: MakeOutbox, recorder: Recorder
 ) -> None:

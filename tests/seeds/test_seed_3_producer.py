@@ -85,6 +85,7 @@ async def test_emit_neither_commits_nor_opens_a_transaction_of_its_own(outbox: O
     assert happened == ["begin", "commit"]
 
 
+@on_sqlite
 async def test_a_transaction_that_fails_after_the_emit_leaves_no_trace(
     outbox: Outbox, db_engine: AsyncEngine, recorder: Recorder
 ) -> None:
@@ -149,6 +150,7 @@ async def test_an_empty_batch_is_nothing(outbox: Outbox) -> None:
     assert await outbox.messages() == []
 
 
+@on_sqlite
 async def test_none_survives_in_a_batch_and_alone(outbox: Outbox) -> None:
     arrivals: asyncio.Queue[object] = asyncio.Queue()
 

@@ -72,6 +72,7 @@ async def test_a_timer_set_twice_in_one_transaction_is_set_once(outbox: Outbox) 
     assert len(await outbox.messages()) == 1
 
 
+@on_sqlite
 async def test_timers_with_different_ids_do_not_know_each_other(outbox: Outbox) -> None:
     assert await set_timer(outbox, "order-7")
     assert await set_timer(outbox, "order-8")
@@ -81,6 +82,7 @@ async def test_timers_with_different_ids_do_not_know_each_other(outbox: Outbox) 
     assert len(await outbox.messages()) == 4
 
 
+@on_sqlite
 async def test_a_timer_that_was_rolled_back_can_be_set_again(outbox: Outbox) -> None:
     with pytest.raises(ZeroDivisionError):
         async with outbox.transaction() as session:
@@ -344,6 +346,7 @@ async def test_a_timer_fires_when_it_is_due_and_is_taken_once(outbox: Outbox, re
     assert await outbox.messages() == []
 
 
+@on_sqlite
 async def test_a_cancelled_timer_never_fires(outbox: Outbox, recorder: Recorder) -> None:
     seen: list[int] = []
 

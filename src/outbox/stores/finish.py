@@ -10,6 +10,7 @@ from outbox.core.errors import DatabaseSilent
 
 Result = TypeVar("Result")
 
+CANCELLED_WITHIN = 5.0  # seconds that a caller who wants to leave waits for an answer
 LAST_WORDS = 2.0  # seconds that work which is given up has to let go of its connection
 
 
@@ -23,7 +24,7 @@ async def finish(work: Coroutine[Any, Any, Result], within: float) -> Result:
     try:
         await asyncio.wait([task], timeout=within)
     except asyncio.CancelledError:
-        await asyncio.wait([task], timeout=within)
+        await asyncio.wait([task], timeout=min(within, CANCELLED_WITHIN))
         await _give_up(task)
         raise
     if not task.done():

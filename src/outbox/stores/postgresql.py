@@ -51,6 +51,8 @@ from outbox.stores.tables import MESSAGE_COLUMNS, Tables
 
 Result = TypeVar("Result")
 
+GOODBYE = 5.0  # seconds for closing connections
+
 _SECOND: ColumnElement[Any] = literal_column("interval '1 second'")
 
 
@@ -103,7 +105,8 @@ class PostgresqlStore(SqlStore):
         await self._notifier.close()
         engine = self._engines.pop(asyncio.get_running_loop(), None)
         if engine is not None:
-            await engine.dispose()
+            # A connection says goodbye to its server, which may not answer any more.
+            await asyncio.wait([asyncio.ensure_future(engine.dispose())], timeout=GOODBYE)
 
     # The caller's connection.
 

@@ -24,8 +24,8 @@ from outbox.core.transport import Features, Published, Refusal
 
 SETTLE_WITHIN = 0.005  # seconds that an outcome waits for others to be written with it
 SETTLE_AGAIN = 0.1, 5.0  # seconds between two tries to write outcomes, doubling: the lease decides how long it matters
-CLOSE_WITHIN = 10.0  # seconds that closing waits for outcomes to be written
-LAST_WORDS = 2.0  # seconds more for those that a silent database holds up
+CLOSE_WITHIN = 5.0  # seconds that closing waits for outcomes to be written
+LAST_WORDS = 8.0  # seconds more for those that a silent database holds up
 SHORT_WORK, LONG_WORK = 0.1, 1.0  # seconds that a claim lasts before the next one is larger, or smaller
 
 

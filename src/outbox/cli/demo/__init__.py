@@ -106,8 +106,7 @@ def _commands(file: Path, url: str) -> list[str]:
         f"export OUTBOX_DB_ENGINE_URL={shlex.quote(url)}",
         f"{outbox} status",
         f"{outbox} messages list --queue courier --limit 5",
-        f"{outbox} messages show {failed}",
-        f"{outbox} messages show {cut}",
+        *(f"{outbox} messages show {message_id}" for message_id in dict.fromkeys((failed, cut))),
     ]
 
 
