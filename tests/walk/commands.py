@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import pty
+import signal
 import struct
 import subprocess
 import sys
@@ -103,6 +104,7 @@ class Command:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            preexec_fn=_heed_interrupts,
         ) as process:
             try:
                 yield process
@@ -243,3 +245,8 @@ def _read_to_the_end(descriptor: int) -> str:
             break
         parts.append(part)
     return b"".join(parts).decode()
+
+
+def _heed_interrupts() -> None:
+    """A test run in the background of a shell ignores SIGINT, and so would everything that it starts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)

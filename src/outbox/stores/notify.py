@@ -21,7 +21,7 @@ from outbox.core.pace import Pace
 from outbox.stores.tables import NOT_ROUTED
 
 if TYPE_CHECKING:
-    from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+    from sqlalchemy.ext.asyncio import AsyncConnection
 
     from outbox.stores.postgresql import PostgresqlStore
 
@@ -132,19 +132,34 @@ class Notifier:
         again = Pace(LONGEST_DEAFNESS, 1.0)
         while True:
             try:
-                engine = await self._store.spare_engine()  # this connection is kept, which no pool is made for
+                connection = await self._connected()
                 try:
-                    connection = await _connected(engine)
-                    try:
-                        await self._hear(connection, again)
-                    finally:
-                        await connection.invalidate()  # one that listened is of no use to anybody else
-                        await connection.close()
+                    await self._hear(connection, again)
                 finally:
-                    await engine.dispose()
+                    await _closed(connection)
             except Exception as error:  # noqa: BLE001 - whatever it is, polling goes on
                 logger.debug("not listening for wake-ups, polling instead: %s", type(error).__name__)
             await asyncio.sleep(again.pause())
+
+    async def _connected(self) -> AsyncConnection:
+        """A connection outside of every pool, because it is kept.
+
+        Drivers leave half a connection behind when they are cancelled while they connect: whoever wants to leave waits.
+        """
+
+        async def connect() -> AsyncConnection:
+            engine = await self._store.spare_engine()
+            connection = await engine.connect()
+            return await connection.execution_options(isolation_level="AUTOCOMMIT")
+
+        connecting = asyncio.ensure_future(connect())
+        try:
+            return await asyncio.shield(connecting)
+        except asyncio.CancelledError:
+            await asyncio.wait([connecting], timeout=LAST_WORDS)
+            if connecting.done() and not connecting.cancelled() and connecting.exception() is None:
+                await _closed(connecting.result())
+            raise
 
     async def _hear(self, connection: AsyncConnection, again: Pace) -> None:
         """Ring the store's bells until the connection ends. asyncpg calls back, psycopg is asked."""
@@ -165,21 +180,11 @@ class Notifier:
                 self._store.heard(notification.payload)
 
 
-async def _connected(engine: AsyncEngine) -> AsyncConnection:
-    """A connection in AUTOCOMMIT. Drivers leave half a connection behind when they are cancelled while they connect."""
-
-    async def connect() -> AsyncConnection:
-        connection = await engine.connect()
-        return await connection.execution_options(isolation_level="AUTOCOMMIT")
-
-    connecting = asyncio.ensure_future(connect())
-    try:
-        return await asyncio.shield(connecting)
-    except asyncio.CancelledError:
-        await asyncio.wait([connecting], timeout=LAST_WORDS)
-        if connecting.done() and not connecting.cancelled() and connecting.exception() is None:
-            await connecting.result().close()
-        raise
+async def _closed(connection: AsyncConnection) -> None:
+    """End a connection for good: one that listened is of no use to anybody else."""
+    await connection.invalidate()
+    await connection.close()
+    await connection.engine.dispose()
 
 
 async def _within(seconds: float, event: asyncio.Event) -> bool:
