@@ -395,11 +395,16 @@ class Outbox:
                 "cleanup",
             )
         ]
-        if transport.features.routes_in_store:
+        if isinstance(transport, DatabaseTransport):
             router = Router(
-                store, batch_size=settings.batch_size, unroutable=settings.unroutable, observe=self._observe
+                store,
+                transport,
+                batch_size=settings.batch_size,
+                patience=look,
+                unroutable=settings.unroutable,
+                observe=self._observe,
             )
-            relays.append(self._relay(router, store.wait, look, "relay"))
+            relays.append(self._relay(router, router.wait, look, "relay"))
         elif relay:
             publisher = Publisher(
                 store,

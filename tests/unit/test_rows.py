@@ -9,7 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outbox import Message
-from outbox.stores.rows import as_attempt, as_dead_letter, as_message, as_stored, as_utc, history_line, message_row
+from outbox.stores.rows import (
+    CLAIMED,
+    as_attempts,
+    as_dead_letter,
+    as_message,
+    as_stored,
+    as_utc,
+    history_line,
+    message_row,
+)
 
 TEXT = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_size=40)
 NOW = datetime(2030, 1, 1, 12, tzinfo=UTC)
@@ -84,8 +93,10 @@ def test_a_moment_from_a_database_is_utc_with_or_without_a_zone(value: datetime,
 def test_tries_that_never_ended_are_crashes_and_not_attempts(
     attempts: int, starts: int, attempt_count: int, crash_count: int
 ) -> None:
-    attempt = as_attempt(row_of(MESSAGE, attempts=attempts, starts=starts))
+    row = row_of(MESSAGE, attempts=attempts, starts=starts, expired=False)
+    [attempt], dead = as_attempts([[getattr(row, name) for name in CLAIMED]])
     assert (attempt.attempt_count, attempt.crash_count, attempt.id) == (attempt_count, crash_count, 7)
+    assert (attempt.message, dead) == (MESSAGE, {})
 
 
 @pytest.mark.parametrize(

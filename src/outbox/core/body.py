@@ -50,7 +50,7 @@ def decoder(annotation: Any) -> Decoder:
         else:
             adapter: TypeAdapter[Any] = TypeAdapter(annotation)
             adapter.rebuild()
-            validate = adapter.validate_json
+            validate = adapter.validator.validate_json
     except (PydanticUserError, NameError, SyntaxError) as error:
         raise ConfigurationError(f"a body cannot be made into {annotation!r}: {error}") from error
 

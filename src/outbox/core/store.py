@@ -37,6 +37,10 @@ class Claim(Protocol):
         ...
 
 
+class Leased(Claim, AbstractAsyncContextManager[Claim], Protocol):
+    """A claim that holds its attempts already; it is renewed from when it is entered."""
+
+
 class Feed(Protocol):
     """Where messages are claimed from."""
 
@@ -56,6 +60,14 @@ class Feed(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a worker of this process would take from a queue at this moment."""
+
+    limit: int
+    lease: timedelta
+
+
+@dataclass(frozen=True, slots=True)
 class Routing:
     """What one round of routing did."""
 
@@ -63,6 +75,7 @@ class Routing:
     routed: Mapping[str, int] = field(default_factory=dict)  # copies written, by queue
     unroutable: Mapping[str, int] = field(default_factory=dict)  # by routing key: no binding matches, they wait
     discarded: int = 0  # messages that nobody needs, by the `unroutable` setting
+    claims: Mapping[str, Leased] = field(default_factory=dict)  # leased at once, by queue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,8 +207,13 @@ class Store(Feed, Protocol):
 
     async def bindings(self) -> list[Binding]: ...
 
-    async def route(self, limit: int, unroutable: Mapping[str, str]) -> Routing:
-        """Give due, unrouted messages their destinations, by the bindings of the same moment."""
+    async def route(
+        self, limit: int, unroutable: Mapping[str, str], wanted: Mapping[str, Wanted] | None = None
+    ) -> Routing:
+        """Give due, unrouted messages their destinations, by the bindings of the same moment.
+
+        What is wanted from a queue is leased by the same statement; whoever gets such a claim enters it.
+        """
         ...
 
     async def deliver(self, messages: Sequence[Message], destinations: Mapping[str, Sequence[str]]) -> None:

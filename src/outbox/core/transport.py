@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -11,8 +11,10 @@ from sqlalchemy import Executable
 
 from outbox.core.attempt import Attempt, Outcome
 from outbox.core.dead_letter import DeadLetters
+from outbox.core.landing import Landing
 from outbox.core.listener import Listener
 from outbox.core.message import Message
+from outbox.core.store import Leased, Wanted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +59,32 @@ class Delivery(Protocol):
         """Goes into the listener's transaction: no row = lease lost, roll back. None: the inbox is needed."""
         ...
 
-    def settle(self, outcome: Outcome) -> asyncio.Future[bool]:
+    def settle(self, outcome: Outcome) -> Landing:
         """Say how it ended, once. Written in batches, nobody waits; False = the lease was lost and nothing written."""
+        ...
+
+
+class Offer(Protocol):
+    """What the queues of this process would take at this moment, reserved for them until the offer is left."""
+
+    @property
+    def wanted(self) -> Mapping[str, Wanted]: ...
+
+    def take(self, queue: str, claim: Leased) -> int:
+        """Hand over what was leased for a queue; how much it was."""
+        ...
+
+
+class Takers(Protocol):
+    """The queues that a worker of this process consumes: they may take messages straight from the router."""
+
+    @property
+    def consuming(self) -> bool: ...
+
+    def offer(self) -> AbstractContextManager[Offer]: ...
+
+    async def room(self, longest: float) -> None:
+        """Sleep until some queue may want more; never longer than `longest` seconds."""
         ...
 
 

@@ -7,12 +7,14 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 
 from outbox.core.attempt import Attempt, Dead, Done, Outcome, Reason, Released, RetryIn
 from outbox.core.cancellation import ABANDONED
 from outbox.core.dead_letter import clean
 from outbox.core.errors import LeaseLost, Reject, Undecodable
 from outbox.core.events import Handled, LeaseWasLost, Observer, Troubled
+from outbox.core.landing import Landing
 from outbox.core.listener import Listener
 from outbox.core.retry import RetryPolicy
 from outbox.core.tracking import follow
@@ -23,6 +25,8 @@ from outbox.inbound.calling import Call, NotStarted, ThreadTimeout
 Redaction = Callable[[str], str]
 
 NOT_STARTED_PAUSE = timedelta(seconds=1)
+
+_DONE, _DONE_IN_TRANSACTION = Done(), Done(in_transaction=True)
 
 
 class Handling:
@@ -45,39 +49,49 @@ class Handling:
 
     async def handle(self, delivery: Delivery) -> None:
         """Every delivery ends in exactly one outcome, whatever the listener or the message does. Runs as a task."""
-        follow(delivery.attempt.message.tracking_ids)
+        attempt = delivery.attempt
+        follow(attempt.message.tracking_ids)
         began = time.monotonic()
-        outcome, error = await self._outcome(delivery)
-        self._settle(delivery, outcome, error, timedelta(seconds=time.monotonic() - began))
+        error: BaseException | None = None
+        outcome: Outcome
+        if attempt.crash_count >= self._listener.max_crashes:
+            outcome = Dead(Reason.CRASHED, f"its worker died or lost its lease {attempt.crash_count} times")
+        else:
+            try:
+                await self._call(delivery)
+                outcome = self._done(delivery)
+            except KeyboardInterrupt:
+                raise
+            except BaseException as raised:  # noqa: BLE001 - a listener may raise anything
+                error = None if isinstance(raised, inbox.Handled) else raised
+                outcome = await self._outcome_of(raised, delivery)
+        landed = partial(self._landed, attempt, outcome, error, time.monotonic() - began)
+        delivery.settle(outcome).then(landed)
         if isinstance(error, ThreadTimeout):
             await asyncio.wait([error.thread])  # the slot is free when the thread is
 
-    async def _outcome(self, delivery: Delivery) -> tuple[Outcome, BaseException | None]:
-        attempt = delivery.attempt
-        if attempt.crash_count >= self._listener.max_crashes:
-            return Dead(Reason.CRASHED, f"its worker died or lost its lease {attempt.crash_count} times"), None
-        try:
-            await self._call(delivery)
-        except inbox.Handled:
-            return Done(), None
-        except NotStarted as error:
-            return await self._not_started(error), error
-        except Undecodable as error:
-            return Dead(Reason.UNDECODABLE, self._text(error)), error
-        except Reject as error:
-            return Dead(Reason.REJECTED, self._text(error)), error
-        except LeaseLost as error:
-            return Released(), error
-        except asyncio.CancelledError as error:
-            if ABANDONED in error.args:
+    def _done(self, delivery: Delivery) -> Outcome:
+        if self._call.in_transaction and delivery.completion() is not None:
+            return _DONE_IN_TRANSACTION
+        return _DONE
+
+    async def _outcome_of(self, error: BaseException, delivery: Delivery) -> Outcome:
+        match error:
+            case inbox.Handled():
+                return _DONE
+            case NotStarted():
+                return await self._not_started(error)
+            case Undecodable():
+                return Dead(Reason.UNDECODABLE, self._text(error))
+            case Reject():
+                return Dead(Reason.REJECTED, self._text(error))
+            case LeaseLost():
+                return Released()
+            case asyncio.CancelledError() if ABANDONED in error.args:
                 delivery.settle(Released())  # the worker gives up on this listener; somebody else may try
-                raise
-            return self._failed(attempt, error), error  # the listener's own doing, or of something it called
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # noqa: BLE001 - a listener may raise anything
-            return self._failed(attempt, error), error
-        return Done(in_transaction=self._call.in_transaction and delivery.completion() is not None), None
+                raise error
+            case _:  # a cancellation that is not ours is the listener's own doing, or of something it called
+                return self._failed(delivery.attempt, error)
 
     async def _not_started(self, error: NotStarted) -> Outcome:
         """The database is away or its pool empty: hold the slot for a moment, then let anybody try."""
@@ -94,22 +108,17 @@ class Handling:
             return Dead(Reason.EXHAUSTED, f"retry_delays raised {type(policy_error).__name__}; the failure was: {text}")
         return Dead(Reason.EXHAUSTED, text) if delay is None else RetryIn(delay, text)
 
-    def _settle(self, delivery: Delivery, outcome: Outcome, error: BaseException | None, duration: timedelta) -> None:
-        attempt = delivery.attempt
-
-        def landed(future: asyncio.Future[bool]) -> None:
-            if future.cancelled() or future.exception() is not None:
-                return  # the transport is gone, and with it the hold on the message
-            if not future.result() or isinstance(error, LeaseLost):
-                self._observe(
-                    LeaseWasLost(
-                        _phase(outcome), attempt.id, self._listener.queue, attempt.attempt_count + attempt.crash_count
-                    )
-                )
-            else:
-                self._observe(Handled(self._listener.queue, attempt, outcome, duration, error))
-
-        delivery.settle(outcome).add_done_callback(landed)
+    def _landed(
+        self, attempt: Attempt, outcome: Outcome, error: BaseException | None, seconds: float, landing: Landing
+    ) -> None:
+        queue = self._listener.queue
+        if landing.cancelled():
+            return  # the transport is gone, and with it the hold on the message
+        if landing.result() and not isinstance(error, LeaseLost):
+            self._observe(Handled(queue, attempt, outcome, timedelta(seconds=seconds), error))
+        else:
+            starts = attempt.attempt_count + attempt.crash_count
+            self._observe(LeaseWasLost(_phase(outcome), attempt.id, queue, starts))
 
     def _text(self, error: BaseException) -> str:
         """What is stored of an error: its words first, then where it came from."""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 from outbox.core.attempt import Attempt, Released
@@ -31,6 +30,22 @@ class _Run:
     attempt: Attempt
     began: float
     told: bool = False
+
+
+class _Slots:
+    """How many messages of a listener may be handled at once; one task waits for a free one."""
+
+    def __init__(self, count: int) -> None:
+        self.free = count
+        self._freed = asyncio.Event()
+
+    def release(self) -> None:
+        self.free += 1
+        self._freed.set()
+
+    async def one_free(self) -> None:
+        self._freed.clear()
+        await self._freed.wait()
 
 
 class Worker:
@@ -70,7 +85,7 @@ class Worker:
     async def _serve(self, listener: Listener) -> None:
         """Take deliveries for one listener; after an error, take them anew."""
         trouble = Pace(LONGEST_TROUBLE, SHORTEST_TROUBLE)
-        slots = asyncio.Semaphore(listener.concurrency)
+        slots = _Slots(listener.concurrency)
         while True:
             try:
                 await self._take(listener, slots, trouble)
@@ -79,32 +94,34 @@ class Worker:
                 self._observe(Troubled(f"worker of {listener.queue}", error, timedelta(seconds=pause)))
                 await asyncio.sleep(pause)
 
-    async def _take(self, listener: Listener, slots: asyncio.Semaphore, trouble: Pace) -> None:
+    async def _take(self, listener: Listener, slots: _Slots, trouble: Pace) -> None:
         deliveries = self._transport.consume(listener, self._prefetch)
+        handle = self._handlings[listener].handle
+        start = asyncio.get_running_loop().create_task
         try:
             while True:
-                await slots.acquire()
-                try:
-                    delivery = await anext(deliveries)
-                except BaseException:
-                    slots.release()
-                    raise
+                if not slots.free:
+                    await slots.one_free()
+                delivery = await anext(deliveries)
                 trouble.reset()
-                task = asyncio.create_task(self._handlings[listener].handle(delivery))
+                slots.free -= 1
+                task = start(self._run(handle, delivery, slots))
                 self._running[task] = _Run(listener.queue, delivery.attempt, time.monotonic())
-                task.add_done_callback(partial(self._ended, slots, delivery))
         finally:
             close = getattr(deliveries, "aclose", None)
             if close is not None:
                 await close()
 
-    def _ended(self, slots: asyncio.Semaphore, delivery: Delivery, task: asyncio.Task[None]) -> None:
-        del self._running[task]
-        slots.release()
-        if not task.cancelled() and (error := task.exception()) is not None:
-            # A fault of ours, not the listener's: without an end the delivery would be held for ever.
-            delivery.settle(Released())
+    async def _run(self, handle: Callable[[Delivery], Awaitable[None]], delivery: Delivery, slots: _Slots) -> None:
+        """A task of its own for each delivery: what a listener leaves in its context is gone with it."""
+        try:
+            await handle(delivery)
+        except Exception as error:  # noqa: BLE001 - a fault of ours, not the listener's
+            delivery.settle(Released())  # without an end it would be held for ever
             self._observe(Troubled(f"handling of {delivery.attempt.message.id}", error, timedelta(0)))
+        finally:
+            del self._running[asyncio.current_task()]  # type: ignore[arg-type]
+            slots.release()
 
     async def _watch(self) -> None:
         """Say once of each listener that it runs for very long: the next thing it meets is a broker's own limit."""

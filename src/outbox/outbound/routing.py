@@ -2,28 +2,73 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 
 from outbox.core.events import Observer, Routed, Unroutable
-from outbox.core.store import Store
+from outbox.core.store import Routing, Store
+from outbox.core.transport import Takers
 
 
 class Router:
-    """Moves messages from the outbox to the queues whose bindings match, a batch at a time."""
+    """Moves messages from the outbox to the queues whose bindings match, a batch at a time.
 
-    def __init__(self, store: Store, *, batch_size: int, unroutable: Mapping[str, str], observe: Observer) -> None:
+    Beside a worker it routes no more than the worker's queues want, and those take it at once. While they want nothing
+    it holds back, because it would only write rows that nobody reads yet: but not for long, others may wait for them.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        takers: Takers,
+        *,
+        batch_size: int,
+        patience: float,
+        unroutable: Mapping[str, str],
+        observe: Observer,
+    ) -> None:
         self._store = store
-        self.batch_size = batch_size
+        self._takers = takers
+        self._largest = batch_size
+        self.batch_size = batch_size  # of the last round
+        self._patience = patience
         self._unroutable = unroutable
         self._observe = observe
+        self._holding_back_since: float | None = None
 
     async def round(self) -> int:
         """Route one batch; how many messages it held."""
-        routing = await self._store.route(self.batch_size, self._unroutable)
-        if routing.routed:
-            self._store.announce(*routing.routed)
+        with self._takers.offer() as offer:
+            if self._takers.consuming and not offer.wanted and self._holds_back():
+                return 0
+            self._holding_back_since = None
+            wanted = sum(each.limit for each in offer.wanted.values()) or self._largest
+            self.batch_size = min(self._largest, wanted)
+            routing = await self._store.route(self.batch_size, self._unroutable, offer.wanted)
+            taken: dict[str, int] = {}
+            for queue, claim in routing.claims.items():
+                taken[queue] = offer.take(queue, claim)
+        waiting = [queue for queue, count in routing.routed.items() if count > taken.get(queue, 0)]
+        if waiting:
+            self._store.announce(*waiting)
+        self._tell(routing)
+        return routing.taken
+
+    async def wait(self, longest: float) -> None:
+        """Sleep until there may be something to route, or somebody to route it for."""
+        if self._holding_back_since is None:
+            await self._store.wait(longest)
+        else:
+            await self._takers.room(longest)
+
+    def _holds_back(self) -> bool:
+        now = time.monotonic()
+        if self._holding_back_since is None:
+            self._holding_back_since = now
+        return now - self._holding_back_since < self._patience
+
+    def _tell(self, routing: Routing) -> None:
         for queue, count in routing.routed.items():
             self._observe(Routed(queue, count))
         for routing_key, count in routing.unroutable.items():
             self._observe(Unroutable(routing_key, count))
-        return routing.taken

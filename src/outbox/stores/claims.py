@@ -18,6 +18,7 @@ from sqlalchemy import (
     Executable,
     Float,
     Integer,
+    Row,
     Select,
     String,
     Text,
@@ -34,7 +35,7 @@ from outbox.core.attempt import Attempt, Dead, Done, Outcome, Reason, Released, 
 from outbox.core.dead_letter import clean
 from outbox.core.durations import IMMEDIATELY
 from outbox.core.store import Rows
-from outbox.stores.rows import as_seconds, history_line
+from outbox.stores.rows import as_attempts, as_seconds, history_line
 
 if TYPE_CHECKING:
     from outbox.stores.sql import SqlStore
@@ -144,25 +145,24 @@ class SettleStatements:
 class SqlClaim:
     """A claim on one destination's due messages, as an asynchronous context manager."""
 
-    def __init__(self, store: SqlStore, wanted: Mapping[str, Any], lease: timedelta) -> None:
+    def __init__(self, store: SqlStore, lease: timedelta, wanted: Mapping[str, Any] | None = None) -> None:
         self._store = store
         self._statements = store.settling
-        self._wanted = wanted
+        self._wanted = wanted  # none: it is given what it holds by whoever routes
         self._lease = lease
         self._token = store.new_token()
         self._held: set[int] = set()
         self._writing = asyncio.Lock()  # a renewal and a settlement in two transactions could wait for each other
         self._renewal: asyncio.Task[None] | None = None
-        self.attempts: Sequence[Attempt] = ()
+        self.attempts: list[Attempt] = []
 
     async def __aenter__(self) -> Self:
-        if not await self._store.anything_due(self._wanted):
-            return self
-        try:
-            await self._store.apply(self._take)
-        except asyncio.CancelledError:
-            await self._give_back()
-            raise
+        if self._wanted is not None and await self._store.anything_due(self._wanted):
+            try:
+                await self._store.apply(self._take)
+            except asyncio.CancelledError:
+                await self.give_back()
+                raise
         if self._held:
             self._renewal = asyncio.create_task(self._renew(), name="outbox lease renewal")
         return self
@@ -174,7 +174,7 @@ class SqlClaim:
             self._renewal.cancel()
             with suppress(asyncio.CancelledError):
                 await self._renewal
-        await self._give_back()
+        await self.give_back()
 
     async def settle(self, outcomes: Mapping[int, Outcome]) -> frozenset[int]:
         async with self._writing:
@@ -188,12 +188,22 @@ class SqlClaim:
     def completion(self, attempt: Attempt) -> Executable:
         return self._statements.completion(attempt.id, self._token)
 
-    def _take(self, connection: Connection) -> None:
-        attempts, dead = self._store.take(connection, self._wanted, self._token, self._lease)
+    @property
+    def terms(self) -> dict[str, Any]:
+        """What a leasing statement binds."""
+        return {"token": self._token, "lease": as_seconds(self._lease)}
+
+    def hold(self, connection: Connection, rows: Sequence[Row[Any]]) -> None:
+        """Hold what a leasing statement returned; what nobody can attempt is buried at once."""
+        attempts, dead = as_attempts(rows)
         if dead:
             self._bury(connection, dead)
-        self.attempts = attempts
-        self._held = {attempt.id for attempt in attempts}
+        self.attempts += attempts
+        self._held.update(attempt.id for attempt in attempts)
+
+    def _take(self, connection: Connection) -> None:
+        assert self._wanted is not None  # noqa: S101 - or nobody would have asked
+        self.hold(connection, self._store.take(connection, self._wanted, self.terms))
 
     def _settle(self, connection: Connection, outcomes: Mapping[int, Outcome]) -> set[int]:
         done: list[int] = []
@@ -257,7 +267,8 @@ class SqlClaim:
         if ids:
             await self._store.apply(lambda connection: connection.execute(self._statements.renew, parameters).all())
 
-    async def _give_back(self) -> None:
+    async def give_back(self) -> None:
+        """Let anybody have what was not settled."""
         if self._held:
             # If this fails the lease runs out and the messages are claimed again: later, not lost.
             with suppress(Exception):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, TypeVar
@@ -13,7 +14,6 @@ from sqlalchemy import (
     BigInteger,
     ColumnElement,
     Connection,
-    Engine,
     Executable,
     Float,
     FromClause,
@@ -35,7 +35,7 @@ from sqlalchemy import (
     select,
     text,
 )
-from sqlalchemy.dialects.postgresql import JSON
+from sqlalchemy.dialects.postgresql import JSON, REGCLASS
 from sqlalchemy.dialects.postgresql import insert as postgresql_insert
 from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.pool import Pool
@@ -45,6 +45,8 @@ from outbox.core.durations import Retention
 from outbox.core.errors import ConfigurationError
 from outbox.core.store import Rows
 from outbox.stores.claims import BURIAL
+from outbox.stores.heads import Head
+from outbox.stores.lanes import Lanes, spare
 from outbox.stores.notify import Notifier
 from outbox.stores.sql import SqlStore
 from outbox.stores.tables import MESSAGE_COLUMNS, Tables
@@ -65,19 +67,18 @@ class PostgresqlStore(SqlStore):
     def __init__(self, tables: Tables, engine: AsyncEngine | None, clean_up_after: Retention) -> None:
         super().__init__(tables, clean_up_after)
         self._given = engine
-        self._engines: WeakKeyDictionary[asyncio.AbstractEventLoop, AsyncEngine] = WeakKeyDictionary()
+        self._lanes: WeakKeyDictionary[asyncio.AbstractEventLoop, Lanes] = WeakKeyDictionary()
         self._prepared: WeakSet[Pool] = WeakSet()
         self._notifier = Notifier(self)
+        self._heads: defaultdict[str, Head] = defaultdict(Head)
 
-    async def _engine(self) -> AsyncEngine:
+    def _own(self) -> Lanes:
         """Connections of our own, made as the given engine makes its: listeners may use up the given pool."""
         loop = asyncio.get_running_loop()  # connections belong to the loop that made them
-        engine = self._engines.get(loop)
-        if engine is None:
-            # Rows are locked and looked at anew: a stricter level, if the application likes one, would only fail.
-            engine = (await self.spare_engine()).execution_options(isolation_level="READ COMMITTED")
-            engine = self._engines.setdefault(loop, engine)
-        return engine
+        lanes = self._lanes.get(loop)
+        if lanes is None:
+            lanes = self._lanes.setdefault(loop, Lanes(self.spare_engine))
+        return lanes
 
     async def spare_engine(self) -> AsyncEngine:
         """A further engine that connects as the given one does."""
@@ -91,22 +92,19 @@ class PostgresqlStore(SqlStore):
         return AsyncEngine(spare(self._given.sync_engine))
 
     async def _transact(self, work: Callable[[Connection], Result]) -> Result:
-        async with (await self._engine()).begin() as connection:
-            return await connection.run_sync(work)
+        return await self._own().transact(work)
 
     async def _apply(self, work: Callable[[Connection], Result]) -> Result:
-        async with (await self._engine()).connect() as connection:
-            await connection.execution_options(isolation_level="AUTOCOMMIT")
-            return await connection.run_sync(work)
+        return await self._own().apply(work)
 
     _look = _apply
 
     async def close(self) -> None:
         await self._notifier.close()
-        engine = self._engines.pop(asyncio.get_running_loop(), None)
-        if engine is not None:
+        lanes = self._lanes.pop(asyncio.get_running_loop(), None)
+        if lanes is not None:
             # A connection says goodbye to its server, which may not answer any more.
-            await asyncio.wait([asyncio.ensure_future(engine.dispose())], timeout=GOODBYE)
+            await asyncio.wait([asyncio.ensure_future(lanes.close())], timeout=GOODBYE)
 
     # The caller's connection.
 
@@ -211,8 +209,18 @@ class PostgresqlStore(SqlStore):
 
     # Claiming in one round trip.
 
-    def _take(self, connection: Connection, wanted: Mapping[str, Any], lease: Mapping[str, Any]) -> list[Row[Any]]:
-        return list(connection.execute(self._take_statement, {**wanted, **lease}).all())
+    def search(self, connection: Connection, statement: Any, parameters: Mapping[str, Any]) -> list[Row[Any]]:
+        with self._heads[parameters["wanted"]].looking(lambda: self._dead_rows(connection)) as look:
+            look.found = list(connection.execute(statement, {**parameters, "since": look.since}).all())
+            look.ended = len(look.found) < parameters["limit"]
+        return look.found
+
+    def _dead_rows(self, connection: Connection) -> int:
+        quoted = connection.dialect.identifier_preparer.format_table(self.messages)
+        return int(connection.scalar(select(func.pg_stat_get_dead_tuples(cast(quoted, REGCLASS)))) or 0)
+
+    def take(self, connection: Connection, wanted: Mapping[str, Any], terms: Mapping[str, Any]) -> list[Row[Any]]:
+        return self.search(connection, self._take_statement, {**wanted, **terms})
 
     @cached_property
     def _take_statement(self) -> Any:
@@ -224,8 +232,3 @@ class PostgresqlStore(SqlStore):
         chosen = select(found.c.id).where(case((first_is_suspect, found.c.id == first_id), else_=not_(found.c.suspect)))
         ids = func.array(chosen.scalar_subquery(), type_=ARRAY(BigInteger))
         return self.leasing(self.messages.c.id == any_(ids))
-
-
-def spare(engine: Engine) -> Engine:
-    """An engine that connects exactly as the given one, beside its pool: a full pool cannot block it."""
-    return Engine(engine.pool.recreate(), engine.dialect, engine.url, hide_parameters=engine.hide_parameters)

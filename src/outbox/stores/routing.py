@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -26,7 +27,8 @@ from sqlalchemy import (
 
 from outbox.core.binding import Binding, Bindings, first_match
 from outbox.core.message import Message
-from outbox.core.store import DISCARD, Routing
+from outbox.core.store import DISCARD, Routing, Wanted
+from outbox.stores.claims import SqlClaim
 from outbox.stores.rows import history_line, message_row
 from outbox.stores.tables import MESSAGE_COLUMNS, NOT_ROUTED
 
@@ -72,15 +74,29 @@ class SqlRouting:
 
         return await self._store.transact(work)
 
-    async def route(self, limit: int, unroutable: Mapping[str, str]) -> Routing:
-        """Give due messages their destinations."""
-        wanted = {"wanted": NOT_ROUTED, "limit": limit, "suspects": True}
-        if not await self._store.anything_due(wanted):
+    async def route(self, limit: int, unroutable: Mapping[str, str], wanted: Mapping[str, Wanted]) -> Routing:
+        """Give due messages their destinations, and lease at once what is wanted."""
+        due = {"wanted": NOT_ROUTED, "limit": limit, "suspects": True}
+        if not await self._store.anything_due(due):
             return Routing()
-        return await self._store.transact(lambda connection: self._route(connection, wanted, unroutable))
+        claims = {queue: SqlClaim(self._store, each.lease) for queue, each in wanted.items()}
+        room = {queue: each.limit for queue, each in wanted.items()}
+        try:
+            return await self._store.transact(lambda connection: self._route(connection, due, unroutable, claims, room))
+        except asyncio.CancelledError:
+            for claim in claims.values():
+                await claim.give_back()
+            raise
 
-    def _route(self, connection: Connection, wanted: Mapping[str, Any], unroutable: Mapping[str, str]) -> Routing:
-        rows = connection.execute(self._store.due, wanted).all()
+    def _route(
+        self,
+        connection: Connection,
+        due: Mapping[str, Any],
+        unroutable: Mapping[str, str],
+        claims: Mapping[str, SqlClaim],
+        room: dict[str, int],
+    ) -> Routing:
+        rows = self._store.search(connection, self._store.due, due)
         if not rows:
             return Routing()
         bindings = self._current_bindings(connection)
@@ -97,7 +113,7 @@ class SqlRouting:
                 lost[row.routing_key].append(row.id)
         routed: Counter[str] = Counter()
         for queues, ids in groups.items():
-            self._send_to(connection, queues, ids)
+            self._send_to(connection, queues, ids, claims, room)
             routed.update({queue: len(ids) for queue in queues})
         for routing_key, ids in lost.items():
             line = history_line("unroutable", f"no queue is bound to {routing_key!r}")
@@ -105,31 +121,50 @@ class SqlRouting:
         if unwanted:
             gone = delete(self._store.messages).where(self._store.among(self._store.messages.c.id, "ids"))
             connection.execute(gone, {"ids": self._store.listed(unwanted)})
-        return Routing(len(rows), routed, {key: len(ids) for key, ids in lost.items()}, len(unwanted))
+        taken = {queue: claim for queue, claim in claims.items() if claim.attempts}
+        return Routing(len(rows), routed, {key: len(ids) for key, ids in lost.items()}, len(unwanted), taken)
 
-    def _send_to(self, connection: Connection, queues: tuple[str, ...], ids: list[int]) -> None:
-        """The message stays in its row for the first queue; each further queue gets a copy."""
-        first, *further = queues
-        chosen = {"ids": self._store.listed(ids)}
-        for queue in further:
-            connection.execute(self._copy_to, chosen | {"queue": queue})
-        connection.execute(self._move_to, chosen | {"queue": first})
+    def _send_to(
+        self,
+        connection: Connection,
+        queues: tuple[str, ...],
+        ids: list[int],
+        claims: Mapping[str, SqlClaim],
+        room: dict[str, int],
+    ) -> None:
+        """The message stays in its row for one queue, if possible one that wants it; each further queue gets a copy."""
+        stays = next((queue for queue in queues if room.get(queue)), queues[0])
+        for queue in queues:
+            if queue != stays:
+                connection.execute(self._copy_to, {"ids": self._store.listed(ids), "queue": queue})
+        taken, left = ids[: room.get(stays, 0)], ids[room.get(stays, 0) :]
+        if taken:
+            room[stays] -= len(taken)
+            chosen = {"ids": self._store.listed(taken), "queue": stays}
+            leased = connection.execute(self._move_and_lease, chosen | claims[stays].terms).all()
+            claims[stays].hold(connection, leased)
+        if left:
+            connection.execute(self._move_to, {"ids": self._store.listed(left), "queue": stays})
 
     @cached_property
     def _move_to(self) -> Executable:
-        return (
-            update(self._store.messages)
-            .where(self._store.among(self._store.messages.c.id, "ids"))
-            .values(
-                destination=bindparam("queue"),
-                routed_at=self._store.clock(),
-                unroutable=False,
-                attempts=0,
-                starts=0,
-                lease_token=null(),
-                lease_until=null(),
-            )
-        )
+        chosen = self._store.among(self._store.messages.c.id, "ids")
+        unleased = {"starts": 0, "lease_token": null(), "lease_until": null()}
+        return update(self._store.messages).where(chosen).values({**self._moved(), **unleased})
+
+    @cached_property
+    def _move_and_lease(self) -> Executable:
+        chosen = self._store.among(self._store.messages.c.id, "ids")
+        statement: Executable = self._store.leasing(chosen, **self._moved(), starts=1)
+        return statement
+
+    def _moved(self) -> dict[str, Any]:
+        return {
+            "destination": bindparam("queue"),
+            "routed_at": self._store.clock(),
+            "unroutable": False,
+            "attempts": 0,
+        }
 
     @cached_property
     def _copy_to(self) -> Executable:

@@ -3,16 +3,34 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
+from operator import attrgetter, itemgetter
 from typing import Any
 
-from outbox.core.attempt import Attempt, Reason
+from outbox.core.attempt import Attempt, Dead, Reason
 from outbox.core.dead_letter import DeadLetter
 from outbox.core.message import Message
 from outbox.core.store import StoredMessage
 from outbox.stores.tables import NOT_ROUTED
 
 LONGEST_HISTORY = 16 * 1024  # characters
+
+_KEPT = (
+    "message_id",
+    "routing_key",
+    "key",
+    "content_type",
+    "tracking_ids",
+    "headers",
+    "body",
+    "created_at",
+    "expires_at",
+)
+CLAIMED = ("due_at", "id", "expired", "attempts", "starts", *_KEPT)  # what a leasing statement returns, in this order
+
+_in_order = itemgetter(0, 1)
+_kept_by = attrgetter(*_KEPT)
 
 
 def message_row(message: Message) -> dict[str, Any]:
@@ -31,22 +49,53 @@ def message_row(message: Message) -> dict[str, Any]:
 
 def as_message(row: Any) -> Message:
     """The message that a row keeps."""
-    earlier = row.tracking_ids
+    return _message(*_kept_by(row))
+
+
+def _message(
+    message_id: str,
+    routing_key: str,
+    key: str | None,
+    content_type: str,
+    tracking_ids: str | None,
+    headers: str | None,
+    body: bytes,
+    created_at: datetime,
+    expires_at: datetime | None,
+) -> Message:
     return Message(
-        routing_key=row.routing_key,
-        body=row.body,
-        content_type=row.content_type,
-        headers=json.loads(row.headers) if row.headers else {},
-        key=row.key,
-        tracking_ids=(*json.loads(earlier), row.message_id) if earlier else (row.message_id,),
-        created_at=as_utc(row.created_at),
-        expires_at=as_utc(row.expires_at) if row.expires_at else None,
+        routing_key=routing_key,
+        body=body,
+        content_type=content_type,
+        headers=json.loads(headers) if headers else {},
+        key=key,
+        tracking_ids=(*json.loads(tracking_ids), message_id) if tracking_ids else (message_id,),
+        created_at=as_utc(created_at),
+        expires_at=as_utc(expires_at) if expires_at else None,
     )
 
 
-def as_attempt(row: Any) -> Attempt:
+def as_attempt(id: int, attempts: int, starts: int, kept: Sequence[Any]) -> Attempt:
     """The attempt that a freshly claimed row stands for: its start is already counted."""
-    return Attempt(as_message(row), row.attempts + 1, row.id, row.starts - row.attempts - 1)
+    return Attempt(_message(*kept), attempts + 1, id, starts - attempts - 1)
+
+
+def as_attempts(rows: Sequence[Sequence[Any]]) -> tuple[list[Attempt], dict[int, Dead]]:
+    """The attempts that claimed rows stand for, in their order, and by their ids those that nobody can attempt.
+
+    The rows hold CLAIMED by position: there are many of them, and names cost more than all the rest.
+    """
+    attempts: list[Attempt] = []
+    dead: dict[int, Dead] = {}
+    for _, id, expired, ended, begun, *kept in sorted(rows, key=_in_order):
+        try:
+            if expired:
+                dead[id] = Dead(Reason.EXPIRED)
+            else:
+                attempts.append(as_attempt(id, ended, begun, kept))
+        except (TypeError, ValueError) as error:  # somebody else wrote this row
+            dead[id] = Dead(Reason.UNDECODABLE, f"its row cannot be read: {error}")
+    return attempts, dead
 
 
 def as_dead_letter(row: Any) -> DeadLetter:
@@ -112,6 +161,8 @@ def history_line(what: str, error: str) -> str:
 
 def as_utc(value: datetime) -> datetime:
     """Databases without time zones keep UTC; drivers with them answer in the session's."""
+    if value.tzinfo is UTC:
+        return value
     return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
 
 

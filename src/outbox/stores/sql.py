@@ -40,17 +40,18 @@ from sqlalchemy import (
 )
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
-from outbox.core.attempt import Attempt, Dead, Reason
+from outbox.core.attempt import Reason
 from outbox.core.binding import Binding
 from outbox.core.durations import Retention
 from outbox.core.message import Message, Schedule
-from outbox.core.store import Backlog, Routing, Rows, StoredMessage
+from outbox.core.store import Backlog, Routing, Rows, StoredMessage, Wanted
 from outbox.stores import looks
 from outbox.stores.claims import BURIAL, SettleStatements, SqlClaim
 from outbox.stores.dead_letters import SqlDeadLetters
 from outbox.stores.finish import finish
+from outbox.stores.heads import BEGINNING
 from outbox.stores.routing import SqlRouting
-from outbox.stores.rows import LONGEST_HISTORY, as_attempt, as_seconds, history_line, message_row
+from outbox.stores.rows import CLAIMED, LONGEST_HISTORY, as_seconds, history_line, message_row
 from outbox.stores.spelling import Spelling
 from outbox.stores.tables import MESSAGE_COLUMNS, NOT_ROUTED, Tables
 from outbox.stores.wakeup import Wakeup
@@ -224,35 +225,21 @@ class SqlStore(Spelling):
 
     def claim(self, limit: int, *, lease: timedelta, destination: str | None = None, suspects: bool = True) -> SqlClaim:
         wanted = {"wanted": destination or NOT_ROUTED, "limit": limit, "suspects": suspects}
-        return SqlClaim(self, wanted, lease)
+        return SqlClaim(self, lease, wanted)
 
-    def take(
-        self, connection: Connection, wanted: Mapping[str, Any], token: UUID, lease: timedelta
-    ) -> tuple[list[Attempt], dict[int, Dead]]:
-        """Lease due messages: the attempts, and by their ids those that nobody can attempt."""
-        rows = self._take(connection, wanted, {"token": token, "lease": as_seconds(lease)})
-        rows.sort(key=lambda row: (row.due_at, row.id))
-        attempts: list[Attempt] = []
-        dead: dict[int, Dead] = {}
-        for row in rows:
-            try:
-                if row.expired:
-                    dead[row.id] = Dead(Reason.EXPIRED)
-                else:
-                    attempts.append(as_attempt(row))
-            except (TypeError, ValueError) as error:  # somebody else wrote this row
-                dead[row.id] = Dead(Reason.UNDECODABLE, f"its row cannot be read: {error}")
-        return attempts, dead
+    def search(self, connection: Connection, statement: Any, parameters: Mapping[str, Any]) -> list[Row[Any]]:
+        """Run a statement that is built on `due`."""
+        return list(connection.execute(statement, {**parameters, "since": BEGINNING}).all())
 
-    def _take(self, connection: Connection, wanted: Mapping[str, Any], lease: Mapping[str, Any]) -> list[Row[Any]]:
-        """Choose, then lease: two steps, for databases whose `apply` is a transaction."""
-        found = connection.execute(self.due, wanted).all()
+    def take(self, connection: Connection, wanted: Mapping[str, Any], terms: Mapping[str, Any]) -> list[Row[Any]]:
+        """Lease due messages: choose, then lease, for databases whose `apply` is a transaction."""
+        found = self.search(connection, self.due, wanted)
         alone = found[:1] if found and found[0].suspect else []
         chosen = alone or [row for row in found if not row.suspect]
         if not chosen:
             return []
         ids = {"ids": self.listed([row.id for row in chosen])}
-        return list(connection.execute(self._lease, {**lease, **ids}).all())
+        return list(connection.execute(self._lease, {**terms, **ids}).all())
 
     @cached_property
     def due(self) -> Select[Any]:
@@ -260,10 +247,11 @@ class SqlStore(Spelling):
         columns = self.messages.c
         suspect = columns.starts > columns.attempts  # some start of it never ended
         return self.skipping_locked(
-            select(columns.id, suspect.label("suspect"), columns.routing_key)
+            select(columns.id, columns.due_at, suspect.label("suspect"), columns.routing_key)
             .where(
                 columns.destination == bindparam("wanted"),
                 columns.done_at.is_(None),
+                columns.due_at >= bindparam("since", type_=DateTime(timezone=True)),
                 columns.due_at <= self.now(),
                 self._unleased(self.now()),
                 bindparam("suspects", type_=Boolean) | not_(suspect),
@@ -276,19 +264,20 @@ class SqlStore(Spelling):
     def _lease(self) -> Any:
         return self.leasing(self.among(self.messages.c.id, "ids"))
 
-    def leasing(self, chosen: ColumnElement[bool]) -> Any:
+    def leasing(self, chosen: ColumnElement[bool], **further: Any) -> Any:
         """The statement that leases rows, counts their start, and tells what they hold."""
         columns = self.messages.c
-        wanted = [columns[name] for name in ("id", *MESSAGE_COLUMNS) if name not in ("history", "timer_id")]
+        expired = (columns.expires_at <= self.now()).label("expired")
+        leased = {
+            "lease_token": bindparam("token", type_=Uuid),
+            "lease_until": self.later(self.now(), bindparam("lease", type_=Float)),
+            "starts": columns.starts + 1,
+        }
         return (
             update(self.messages)
             .where(chosen)
-            .values(
-                lease_token=bindparam("token", type_=Uuid),
-                lease_until=self.later(self.now(), bindparam("lease", type_=Float)),
-                starts=columns.starts + 1,
-            )
-            .returning(*wanted, (columns.expires_at <= self.now()).label("expired"))
+            .values({**leased, **further})
+            .returning(*(expired if name == "expired" else columns[name] for name in CLAIMED))
         )
 
     def _unleased(self, moment: ColumnElement[Any]) -> ColumnElement[bool]:
@@ -335,8 +324,10 @@ class SqlStore(Spelling):
     async def bindings(self) -> list[Binding]:
         return await self.look(self.routing.read)
 
-    async def route(self, limit: int, unroutable: Mapping[str, str]) -> Routing:
-        return await self.routing.route(limit, unroutable)
+    async def route(
+        self, limit: int, unroutable: Mapping[str, str], wanted: Mapping[str, Wanted] | None = None
+    ) -> Routing:
+        return await self.routing.route(limit, unroutable, wanted or {})
 
     async def deliver(self, messages: Sequence[Message], destinations: Mapping[str, Sequence[str]]) -> None:
         await self.routing.deliver(messages, destinations)

@@ -110,7 +110,7 @@ class SqliteStore(SqlStore):
     async def anything_due(self, wanted: Mapping[str, Any]) -> bool:
         # A claim takes the one lock that every writer of the file waits for.
         parameters = {**wanted, "limit": 1}
-        return await self.look(lambda connection: connection.execute(self.due, parameters).first()) is not None
+        return await self.look(lambda connection: self.search(connection, self.due, parameters)) != []
 
     async def wait(self, longest: float, *, destination: str | None = None) -> None:
         if self._pulse is None or self._pulse.done():

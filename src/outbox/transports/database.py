@@ -16,13 +16,14 @@ from outbox.core.attempt import Attempt, Outcome, Released
 from outbox.core.binding import Bindings
 from outbox.core.dead_letter import DeadLetters
 from outbox.core.events import Observer, Troubled
+from outbox.core.landing import Landing
 from outbox.core.listener import Listener
 from outbox.core.message import Message
 from outbox.core.pace import Pace
-from outbox.core.store import Claim, Store
+from outbox.core.store import Claim, Leased, Store, Wanted
 from outbox.core.transport import Features, Published, Refusal
 
-SETTLE_WITHIN = 0.005  # seconds that an outcome waits for others to be written with it
+SETTLE_WITHIN = 0.02  # seconds that an outcome waits for others to be written with it
 SETTLE_AGAIN = 0.1, 5.0  # seconds between two tries to write outcomes, doubling: the lease decides how long it matters
 CLOSE_WITHIN = 5.0  # seconds that closing waits for outcomes to be written
 LAST_WORDS = 8.0  # seconds more for those that a silent database holds up
@@ -41,6 +42,8 @@ class DatabaseTransport:
         self._lease = lease
         self._poll_interval = poll_interval
         self._held = _Held(store.announce)
+        self._consumers: set[DatabaseDeliveries] = set()
+        self._changed = asyncio.Event()  # some consumer may want more
 
     @property
     def dead_letters(self) -> DeadLetters:
@@ -70,8 +73,63 @@ class DatabaseTransport:
 
     def consume(self, listener: Listener, prefetch: int) -> DatabaseDeliveries:
         lease = listener.lease_time or self._lease
-        pace = Pace(self._poll_interval)
-        return DatabaseDeliveries(self._store, listener, prefetch, lease, pace, self._held, self._observe)
+        deliveries = DatabaseDeliveries(
+            self._store,
+            listener,
+            prefetch,
+            lease,
+            Pace(self._poll_interval),
+            self._held,
+            self._observe,
+            changed=self._changed.set,
+            closed=self._consumers.discard,
+        )
+        self._consumers.add(deliveries)
+        return deliveries
+
+    # The router of the same process hands over what it routes.
+
+    @property
+    def consuming(self) -> bool:
+        return bool(self._consumers)
+
+    @contextmanager
+    def offer(self) -> Iterator[DatabaseOffer]:
+        offer = DatabaseOffer()
+        try:
+            for deliveries in self._consumers:
+                offer.ask(deliveries)
+            yield offer
+        finally:
+            offer.withdraw()
+
+    async def room(self, longest: float) -> None:
+        self._changed.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(longest):
+                await self._changed.wait()
+
+
+class DatabaseOffer:
+    """Room that consumers keep free for the router until it has answered."""
+
+    def __init__(self) -> None:
+        self.wanted: dict[str, Wanted] = {}
+        self._takers: dict[str, DatabaseDeliveries] = {}
+
+    def ask(self, deliveries: DatabaseDeliveries) -> None:
+        wanted = None if deliveries.queue in self.wanted else deliveries.reserve()
+        if wanted is not None:
+            self.wanted[deliveries.queue] = wanted
+            self._takers[deliveries.queue] = deliveries
+
+    def take(self, queue: str, claim: Leased) -> int:
+        self._takers[queue].take(claim, self.wanted[queue].limit)
+        return len(claim.attempts)
+
+    def withdraw(self) -> None:
+        for queue, deliveries in self._takers.items():
+            deliveries.unreserve(self.wanted[queue].limit)
 
 
 class DatabaseDelivery:
@@ -90,7 +148,7 @@ class DatabaseDelivery:
     def completion(self) -> Executable:
         return self._batch.claim.completion(self.attempt)
 
-    def settle(self, outcome: Outcome) -> asyncio.Future[bool]:
+    def settle(self, outcome: Outcome) -> Landing:
         return self._batch.settle(self.attempt.id, outcome)
 
 
@@ -106,9 +164,12 @@ class DatabaseDeliveries:
         pace: Pace,
         held: _Held,
         observe: Observer,
+        *,
+        changed: Callable[[], None],
+        closed: Callable[[DatabaseDeliveries], None],
     ) -> None:
         self._store = store
-        self._queue = listener.queue
+        self.queue = listener.queue
         self._prefetch = prefetch
         self._appetite = _Appetite(listener.concurrency, max(1, prefetch // 2))
         self._lease = lease
@@ -117,6 +178,10 @@ class DatabaseDeliveries:
         self._observe = observe
         self._ready: deque[DatabaseDelivery] = deque()
         self._unsettled = 0
+        self._reserved = 0
+        self._found_nothing = False  # nothing waits in the queue itself
+        self._changed = changed
+        self._on_close = closed
         self._arrived = asyncio.Event()
         self._room = asyncio.Event()
         self._filling: asyncio.Task[None] | None = None
@@ -127,7 +192,7 @@ class DatabaseDeliveries:
 
     async def __anext__(self) -> DatabaseDelivery:
         if self._filling is None and not self._closed:
-            self._filling = asyncio.create_task(self._fill(), name=f"outbox claims for {self._queue}")
+            self._filling = asyncio.create_task(self._fill(), name=f"outbox claims for {self.queue}")
         while not self._ready:
             if self._filling is None or self._closed:
                 raise StopAsyncIteration
@@ -141,6 +206,7 @@ class DatabaseDeliveries:
     async def aclose(self) -> None:
         """Claim no more and give back what nobody took. Deliveries that were taken stay under their lease."""
         self._closed = True
+        self._on_close(self)
         self._arrived.set()
         if self._filling is not None:
             self._filling.cancel()
@@ -148,24 +214,50 @@ class DatabaseDeliveries:
         while self._ready:
             self._ready.popleft().settle(Released())
 
+    def reserve(self) -> Wanted | None:
+        """Keep room for the router, if nothing is left to be claimed from the queue itself."""
+        room = self._wants() if self._found_nothing and not self._closed else 0
+        self._reserved += room
+        return Wanted(room, self._lease) if room else None
+
+    def unreserve(self, room: int) -> None:
+        self._reserved -= room
+        self._room.set()
+
+    def take(self, claim: Leased, room: int) -> None:
+        """Hold what the router leased."""
+        count = len(claim.attempts)
+        self._appetite.had(count, room)
+        self._unsettled += count
+        self._held.start(self._hold_leased(claim), name=f"outbox lease on {self.queue}")
+
     async def _fill(self) -> None:
-        """Claim whenever less than half a claim is ready and there is room for another half."""
         try:
             while True:
-                size = self._appetite.size
-                room = min(size, self._prefetch - self._unsettled)
-                if len(self._ready) > size // 2 or room < max(1, size // 2):
+                room = self._wants()
+                if not room:
                     self._room.clear()
                     await self._room.wait()
                 elif not await self._claim(room):
-                    await self._store.wait(self._pace.pause(), destination=self._queue)
+                    self._found_nothing = True
+                    self._changed()
+                    try:
+                        await self._store.wait(self._pace.pause(), destination=self.queue)
+                    finally:
+                        self._found_nothing = False
         finally:
             self._arrived.set()
+
+    def _wants(self) -> int:
+        """How much to claim: nothing before less than half a claim is ready and there is room for another half."""
+        size = self._appetite.size
+        room = min(size, self._prefetch - self._unsettled - self._reserved)
+        return 0 if len(self._ready) > size // 2 or room < max(1, size // 2) else room
 
     async def _claim(self, room: int) -> bool:
         """Take a claim, held by a task of its own until all of it is settled; says whether there may be more."""
         taken: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._held.start(self._hold(room, taken), name=f"outbox lease on {self._queue}")
+        self._held.start(self._hold(room, taken), name=f"outbox lease on {self.queue}")
         count = await asyncio.shield(taken)
         self._appetite.had(count, room)
         if count:
@@ -175,17 +267,14 @@ class DatabaseDeliveries:
     async def _hold(self, room: int, taken: asyncio.Future[int]) -> None:
         try:
             async with self._store.claim(
-                room, lease=self._lease, destination=self._queue, suspects=self._held.wants_suspect(self._queue)
+                room, lease=self._lease, destination=self.queue, suspects=self._held.wants_suspect(self.queue)
             ) as claim:
                 suspect = any(attempt.crash_count for attempt in claim.attempts)
-                if self._closed or (suspect and not self._held.wants_suspect(self._queue)):
+                if self._closed or (suspect and not self._held.wants_suspect(self.queue)):
                     return  # leaving gives everything back
-                with self._held.batch(_Batch(claim, self._settled, self._cannot_write), suspect=suspect) as batch:
-                    self._unsettled += len(claim.attempts)
-                    self._ready.extend(DatabaseDelivery(attempt, batch) for attempt in claim.attempts)
-                    self._arrived.set()
-                    taken.set_result(len(claim.attempts))
-                    await batch.write()
+                self._unsettled += len(claim.attempts)
+                taken.set_result(len(claim.attempts))
+                await self._serve(claim, suspect=suspect)
         except Exception as error:
             if taken.done():
                 raise
@@ -194,13 +283,26 @@ class DatabaseDeliveries:
             if not taken.done():
                 taken.set_result(0)
 
+    async def _hold_leased(self, leased: Leased) -> None:
+        async with leased as claim:
+            if not self._closed:
+                await self._serve(claim, suspect=False)
+
+    async def _serve(self, claim: Claim, *, suspect: bool) -> None:
+        """Have the claim's deliveries ready until all are settled."""
+        with self._held.batch(_Batch(claim, self._settled, self._cannot_write), suspect=suspect) as batch:
+            self._ready.extend(DatabaseDelivery(attempt, batch) for attempt in claim.attempts)
+            self._arrived.set()
+            await batch.write()
+
     def _cannot_write(self, error: Exception, pause: float) -> None:
-        self._observe(Troubled(f"outcomes of {self._queue}", error, timedelta(seconds=pause)))
+        self._observe(Troubled(f"outcomes of {self.queue}", error, timedelta(seconds=pause)))
 
     def _settled(self, count: int) -> None:
         self._unsettled -= count
         self._appetite.digested(count)
         self._room.set()
+        self._changed()
 
 
 class _Batch:
@@ -214,23 +316,23 @@ class _Batch:
         self._cannot_write = cannot_write
         self._open = {attempt.id for attempt in claim.attempts}
         self._outcomes: dict[int, Outcome] = {}
-        self._futures: dict[int, asyncio.Future[bool]] = {}
+        self._landings: dict[int, Landing] = {}
         self._some = asyncio.Event()
         self._all = asyncio.Event()
         self._closing = False
 
-    def settle(self, id: int, outcome: Outcome) -> asyncio.Future[bool]:
-        """Note an outcome; the future tells whether it was written."""
-        future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        if id not in self._open or id in self._futures:
-            future.cancel()  # it was settled before, or the transport closed and gave it back
-            return future
+    def settle(self, id: int, outcome: Outcome) -> Landing:
+        """Note an outcome; the landing tells whether it was written."""
+        landing = Landing()
+        if id not in self._open or id in self._landings:
+            landing.cancel()
+            return landing
         self._outcomes[id] = outcome
-        self._futures[id] = future
+        self._landings[id] = landing
         self._some.set()
         if len(self._outcomes) == len(self._open):
             self._all.set()
-        return future
+        return landing
 
     async def write(self) -> None:
         """Write outcomes as they come, until there are none to come."""
@@ -254,8 +356,8 @@ class _Batch:
     def end(self) -> None:
         """Nobody writes any more: whoever waits for an outcome to land is let go."""
         self._open.clear()
-        for future in self._futures.values():
-            future.cancel()
+        for landing in self._landings.values():
+            landing.cancel()
 
     async def _try(self, outcomes: Mapping[int, Outcome]) -> frozenset[int]:
         again = Pace(SETTLE_AGAIN[1], SETTLE_AGAIN[0])
@@ -274,9 +376,7 @@ class _Batch:
         self._open -= outcomes.keys()
         self._settled(len(outcomes))
         for id in outcomes:
-            future = self._futures.pop(id)
-            if not future.done():
-                future.set_result(id not in lost)
+            self._landings.pop(id).set_result(id not in lost)
 
 
 class _Held:

@@ -15,6 +15,7 @@ from outbox.core.attempt import Attempt, Dead, Done, Outcome, Reason, Released, 
 from outbox.core.binding import Binding, Bindings
 from outbox.core.dead_letter import DeadLetter, clean
 from outbox.core.errors import NotFound
+from outbox.core.landing import Landing
 from outbox.core.listener import Listener
 from outbox.core.message import Message
 from outbox.core.transport import Features, Published, Refusal
@@ -91,11 +92,11 @@ class MemoryDelivery:
     def completion(self) -> None:
         return None
 
-    def settle(self, outcome: Outcome) -> asyncio.Future[bool]:
-        future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+    def settle(self, outcome: Outcome) -> Landing:
+        landing = Landing()
         if self._settled:
-            future.cancel()
-            return future
+            landing.cancel()
+            return landing
         self._settled = True
         self._deliveries.settled()
         match outcome:
@@ -110,8 +111,8 @@ class MemoryDelivery:
                 self._queue.put_back(self.attempt)
             case _:
                 assert_never(outcome)
-        future.set_result(True)
-        return future
+        landing.set_result(True)
+        return landing
 
 
 class MemoryDeliveries:

@@ -1,0 +1,57 @@
+"""Head: where in a queue the living begin.
+
+A row that was handled is dead, and an old transaction somewhere in the database keeps the dead from being removed. Each
+look for due messages then steps over all of them, from the first. When that has become slow, looks go on from where the
+last one ended, and only now and then from the very beginning: such a look finds who was overtaken, a message whose
+transaction took long to commit, or whose lease ran out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+BEGINNING = datetime(1970, 1, 1, tzinfo=UTC)
+
+SLOW = 0.015  # seconds for a look from the beginning that make it worth its while to ask for the dead
+MANY = 10_000  # dead rows that make it worth its while to remember the head
+RESPITE = 20  # looks from the beginning take at most one part in so many of the time
+SHORTEST_RESPITE = 1.0  # seconds
+OVERTAKEN = timedelta(seconds=0.25)  # how much longer than others a transaction may take and still be met on the way
+
+
+@dataclass(slots=True)
+class Look:
+    """One look for due messages."""
+
+    since: datetime
+    found: Sequence[Any] = ()
+    ended: bool = True  # there was nothing more to find
+
+
+class Head:
+    """The head of one queue, as this process knows it."""
+
+    def __init__(self) -> None:
+        self._reached = BEGINNING
+        self._from_beginning_at = 0.0
+
+    @contextmanager
+    def looking(self, count_dead: Callable[[], int]) -> Iterator[Look]:
+        """Look from where the living begin, or from the beginning if that is cheap or its time has come."""
+        known = time.monotonic() < self._from_beginning_at and self._reached > BEGINNING
+        look = Look(self._reached - OVERTAKEN if known else BEGINNING)
+        began = time.perf_counter()
+        yield look
+        took = time.perf_counter() - began
+        last = max((row.due_at for row in look.found), default=self._reached)
+        if known:
+            self._reached = max(self._reached, last)
+            return
+        self._reached = max(self._reached, last) if look.ended else last
+        if took > SLOW and count_dead() > MANY:
+            self._from_beginning_at = time.monotonic() + max(SHORTEST_RESPITE, RESPITE * took)
