@@ -39,6 +39,7 @@ class Head:
     def __init__(self) -> None:
         self._reached = BEGINNING
         self._from_beginning_at = 0.0
+        self._ask_again_at = 0.0
 
     @contextmanager
     def looking(self, count_dead: Callable[[], int]) -> Iterator[Look]:
@@ -53,5 +54,8 @@ class Head:
             self._reached = max(self._reached, last)
             return
         self._reached = max(self._reached, last) if look.ended else last
-        if took > SLOW and count_dead() > MANY:
-            self._from_beginning_at = time.monotonic() + max(SHORTEST_RESPITE, RESPITE * took)
+        if took > SLOW and time.monotonic() > self._ask_again_at:
+            respite = max(SHORTEST_RESPITE, RESPITE * took)
+            self._ask_again_at = time.monotonic() + respite
+            if count_dead() > MANY:
+                self._from_beginning_at = self._ask_again_at

@@ -14,6 +14,7 @@ from sqlalchemy import (
     BigInteger,
     ColumnElement,
     Connection,
+    Engine,
     Executable,
     Float,
     FromClause,
@@ -46,7 +47,6 @@ from outbox.core.errors import ConfigurationError
 from outbox.core.store import Rows
 from outbox.stores.claims import BURIAL
 from outbox.stores.heads import Head
-from outbox.stores.lanes import Lanes, spare
 from outbox.stores.notify import Notifier
 from outbox.stores.sql import SqlStore
 from outbox.stores.tables import MESSAGE_COLUMNS, Tables
@@ -67,18 +67,18 @@ class PostgresqlStore(SqlStore):
     def __init__(self, tables: Tables, engine: AsyncEngine | None, clean_up_after: Retention) -> None:
         super().__init__(tables, clean_up_after)
         self._given = engine
-        self._lanes: WeakKeyDictionary[asyncio.AbstractEventLoop, Lanes] = WeakKeyDictionary()
+        self._engines: WeakKeyDictionary[asyncio.AbstractEventLoop, _Engines] = WeakKeyDictionary()
         self._prepared: WeakSet[Pool] = WeakSet()
         self._notifier = Notifier(self)
         self._heads: defaultdict[str, Head] = defaultdict(Head)
 
-    def _own(self) -> Lanes:
+    async def _own(self) -> _Engines:
         """Connections of our own, made as the given engine makes its: listeners may use up the given pool."""
         loop = asyncio.get_running_loop()  # connections belong to the loop that made them
-        lanes = self._lanes.get(loop)
-        if lanes is None:
-            lanes = self._lanes.setdefault(loop, Lanes(self.spare_engine))
-        return lanes
+        engines = self._engines.get(loop)
+        if engines is None:
+            engines = self._engines.setdefault(loop, _Engines(await self.spare_engine()))
+        return engines
 
     async def spare_engine(self) -> AsyncEngine:
         """A further engine that connects as the given one does."""
@@ -92,19 +92,21 @@ class PostgresqlStore(SqlStore):
         return AsyncEngine(spare(self._given.sync_engine))
 
     async def _transact(self, work: Callable[[Connection], Result]) -> Result:
-        return await self._own().transact(work)
+        async with (await self._own()).transactions.begin() as connection:
+            return await connection.run_sync(work)
 
     async def _apply(self, work: Callable[[Connection], Result]) -> Result:
-        return await self._own().apply(work)
+        async with (await self._own()).statements.connect() as connection:
+            return await connection.run_sync(work)
 
     _look = _apply
 
     async def close(self) -> None:
         await self._notifier.close()
-        lanes = self._lanes.pop(asyncio.get_running_loop(), None)
-        if lanes is not None:
+        engines = self._engines.pop(asyncio.get_running_loop(), None)
+        if engines is not None:
             # A connection says goodbye to its server, which may not answer any more.
-            await asyncio.wait([asyncio.ensure_future(lanes.close())], timeout=GOODBYE)
+            await asyncio.wait([asyncio.ensure_future(engines.statements.dispose())], timeout=GOODBYE)
 
     # The caller's connection.
 
@@ -232,3 +234,20 @@ class PostgresqlStore(SqlStore):
         chosen = select(found.c.id).where(case((first_is_suspect, found.c.id == first_id), else_=not_(found.c.suspect)))
         ids = func.array(chosen.scalar_subquery(), type_=ARRAY(BigInteger))
         return self.leasing(self.messages.c.id == any_(ids))
+
+
+class _Engines:
+    """One pool, for statements that stand alone and for transactions."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self.statements = engine.execution_options(isolation_level="AUTOCOMMIT")
+        # Rows are locked and looked at anew: a stricter level, if the application likes one, would only fail.
+        self.transactions = engine.execution_options(isolation_level="READ COMMITTED")
+
+
+def spare(engine: Engine) -> Engine:
+    """An engine that connects exactly as the given one, beside its pool: a full pool cannot block it."""
+    pool = engine.pool.recreate()
+    # Nobody is asked before each statement whether he is still there: whoever uses us tries again anyway.
+    pool._pre_ping = False
+    return Engine(pool, engine.dialect, engine.url, hide_parameters=engine.hide_parameters)

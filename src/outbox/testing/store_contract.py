@@ -14,6 +14,7 @@ from __future__ import annotations
 from outbox.testing.store.cases import MakeStore
 from outbox.testing.store.claiming import ClaimingCases
 from outbox.testing.store.emitting import EmittingCases
+from outbox.testing.store.handing_over import HandingOverCases
 from outbox.testing.store.keeping import KeepingCases
 from outbox.testing.store.routing import RoutingCases
 from outbox.testing.store.settling import SettlingCases
@@ -21,5 +22,5 @@ from outbox.testing.store.settling import SettlingCases
 __all__ = ["MakeStore", "StoreContract"]
 
 
-class StoreContract(EmittingCases, ClaimingCases, SettlingCases, RoutingCases, KeepingCases):
+class StoreContract(EmittingCases, ClaimingCases, SettlingCases, RoutingCases, HandingOverCases, KeepingCases):
     """Every method and every outcome."""
