@@ -1,0 +1,1 @@
+"""Benchmarks: every speed is a ratio against a named limit or peer, taken in turns in one run."""

@@ -1,0 +1,53 @@
+"""Database: the private PostgreSQL that everything is measured on, durable and with room for its data."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import asyncpg
+
+from outbox.testing.servers import PostgreSQL
+
+SETTINGS = {
+    "shared_buffers": "1GB",
+    "max_wal_size": "8GB",  # no checkpoint forced by volume in the middle of a round
+    "checkpoint_timeout": "30min",
+}
+
+
+@dataclass(frozen=True)
+class Database:
+    """Where it is; statements of ours go over connections of their own."""
+
+    url: str
+
+    def url_for(self, driver: str) -> str:
+        return self.url.replace("postgresql:", f"postgresql+{driver}:")
+
+    @asynccontextmanager
+    async def connection(self) -> AsyncIterator[Any]:
+        connection = await asyncpg.connect(self.url)
+        try:
+            yield connection
+        finally:
+            await connection.close()
+
+    async def version(self) -> str:
+        async with self.connection() as connection:
+            return str(await connection.fetchval("SHOW server_version"))
+
+    @asynccontextmanager
+    async def old_snapshot(self) -> AsyncIterator[None]:
+        """A session that sees the database as it is now, so that nothing that dies later can be removed."""
+        async with self.connection() as connection, connection.transaction(isolation="repeatable_read"):
+            await connection.fetchval("SELECT count(*) FROM pg_class")
+            yield
+
+
+@contextmanager
+def database() -> Iterator[Database]:
+    with PostgreSQL(fsync=True, settings=SETTINGS) as server:
+        yield Database(server.url)

@@ -1,0 +1,73 @@
+"""Processes: programs that are spoken to by lines, and the processor time they take."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+PATIENCE = 120.0  # seconds that an answer may take before something must be wrong
+_LONGEST_LINE = 2**20
+
+
+class Program:
+    """A process and its lines."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    def say(self, text: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{text}\n".encode())
+
+    async def heard(self) -> str:
+        """The next line that it says."""
+        assert self._process.stdout is not None
+        async with asyncio.timeout(PATIENCE):
+            line = await self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"a program ended with code {await self._process.wait()}; its words are above")
+        return line.decode().strip()
+
+    async def asked(self, text: str) -> str:
+        self.say(text)
+        return await self.heard()
+
+    @property
+    def processor_time(self) -> float:
+        """Seconds of processor time, user and system, of all its threads."""
+        # The clock that clock_getcpuclockid(3) names, which Python does not offer for other processes.
+        return time.clock_gettime((~self._process.pid << 3) | 2)
+
+    async def stop(self) -> None:
+        with suppress(ProcessLookupError):
+            self._process.terminate()
+        try:
+            async with asyncio.timeout(20):
+                await self._process.wait()
+        except TimeoutError:
+            self._process.kill()
+            await self._process.wait()
+
+
+@asynccontextmanager
+async def program(command: Sequence[str], environment: Mapping[str, str]) -> AsyncIterator[Program]:
+    """A program that ends with the block."""
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        limit=_LONGEST_LINE,
+    )
+    running = Program(process)
+    try:
+        yield running
+    finally:
+        await running.stop()
