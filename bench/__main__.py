@@ -6,12 +6,14 @@ import argparse
 import asyncio
 import sys
 
-from bench import drain
+from bench import claim, drain, emit, idle, latency, snapshot, wakeup
 from bench.database import database
 from bench.report import summary
 from bench.settings import Settings
 
-PARTS = {"drain": drain.measure}
+PARTS = {
+    part.__name__.removeprefix("bench."): part.measure for part in (drain, emit, wakeup, claim, snapshot, latency, idle)
+}
 
 
 def main() -> None:

@@ -18,21 +18,31 @@ _LONGEST_LINE = 2**20
 class Program:
     """A process and its lines."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(
+        self, process: asyncio.subprocess.Process, told: asyncio.StreamWriter, says: asyncio.StreamReader
+    ) -> None:
         self._process = process
+        self._told = told
+        self._says = says
 
     def say(self, text: str) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{text}\n".encode())
+        self._told.write(f"{text}\n".encode())
 
     async def heard(self) -> str:
         """The next line that it says."""
-        assert self._process.stdout is not None
         async with asyncio.timeout(PATIENCE):
-            line = await self._process.stdout.readline()
+            line = await self._says.readline()
         if not line:
             raise RuntimeError(f"a program ended with code {await self._process.wait()}; its words are above")
         return line.decode().strip()
+
+    def ignore(self) -> None:
+        """Read what it says from now on, so that it can go on speaking, and forget it."""
+        self._ignoring = asyncio.create_task(self._forget())
+
+    async def _forget(self) -> None:
+        while await self._says.readline():
+            pass
 
     async def asked(self, text: str) -> str:
         self.say(text)
@@ -66,7 +76,9 @@ async def program(command: Sequence[str], environment: Mapping[str, str]) -> Asy
         stdout=asyncio.subprocess.PIPE,
         limit=_LONGEST_LINE,
     )
-    running = Program(process)
+    if process.stdin is None or process.stdout is None:
+        raise AssertionError("both are pipes")
+    running = Program(process, process.stdin, process.stdout)
     try:
         yield running
     finally:

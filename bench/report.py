@@ -68,4 +68,4 @@ def median(values: Sequence[float]) -> str:
 
 def spread(values: Sequence[float]) -> str:
     """The median, with the least and the most of all rounds."""
-    return f"{median(values)} ({number(min(values))} – {number(max(values))})"
+    return f"{median(values)} ({number(min(values))} to {number(max(values))})"

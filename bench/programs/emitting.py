@@ -1,9 +1,9 @@
 """Emitting: a program that writes messages as it is told to on stdin, through whatever library it is given.
 
-    hold N          write N messages in one transaction, and say so
-    commit          commit it
-    emit N          write N messages, a hundred in each transaction
-    pace RATE N     write N messages, each in a transaction of its own, so many a second; say when each was committed
+hold N          write N messages in one transaction, and say so
+commit          commit it
+emit N          write N messages, a hundred in each transaction
+pace RATE N     write N messages, each in a transaction of its own, so many a second; say when each was committed
 """
 
 from __future__ import annotations
