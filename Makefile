@@ -3,7 +3,7 @@
 
 PYTHON ?= python3
 
-.PHONY: demo test lint
+.PHONY: demo test lint bench
 
-demo test lint:
+demo test lint bench:
 	@$(PYTHON) dev.py $@ $(ARGS)

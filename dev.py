@@ -5,6 +5,8 @@
     python3 dev.py test                      all that must hold: the linters, then every test on real servers
     python3 dev.py test tests/unit -k name   pytest alone, with these arguments
     python3 dev.py lint                      the linters alone
+    python3 dev.py bench                     measure how fast it is, beside its limits and its peers
+    python3 dev.py bench drain emit          these parts alone
 
 The first run makes the virtual environment .venv and installs into it; later runs need no network.
 """
@@ -31,6 +33,7 @@ from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent
 LOCK = ROOT / "requirements-test.lock"
+PEERS = ROOT / "bench/requirements.txt"
 OLDEST_PYTHON = (3, 11)
 
 # The pip to fetch where a machine has none; the hash makes it safe to take it from any index.
@@ -47,7 +50,7 @@ PYTEST = ["-m", "pytest"]
 
 
 def main(arguments: list[str]) -> int:
-    commands = {"demo": demo, "test": test, "lint": lint}
+    commands = {"demo": demo, "test": test, "lint": lint, "bench": bench}
     if not arguments or arguments[0] not in commands:
         print(__doc__.strip())
         return 0 if arguments in (["-h"], ["--help"], ["help"]) else 2
@@ -76,6 +79,13 @@ def lint(arguments: list[str]) -> int:
     environment = Environment(ROOT / ".venv")
     environment.prepare_for_tests()
     return run_all(environment, LINTERS)
+
+
+def bench(arguments: list[str]) -> int:
+    environment, peers = Environment(ROOT / ".venv"), Environment(ROOT / ".venv-peers")
+    environment.prepare_for_tests()
+    peers.prepare_for_peers()
+    return run([environment.python, "-m", "bench", "--peers", peers.python, *arguments])
 
 
 def run_all(environment: Environment, steps: dict[str, list[str]]) -> int:
@@ -114,6 +124,11 @@ class Environment:
         else:
             self._once("demo", self._project() + LOCK.read_bytes(), self._install_project_and_dependencies)
 
+    def prepare_for_peers(self) -> None:
+        """Have the libraries that the benchmarks compare with, which may not agree with ours on a version."""
+        self._make()
+        self._once("peers", PEERS.read_bytes(), self._install_peers)
+
     def _make(self) -> None:
         if self._works():
             return
@@ -138,6 +153,10 @@ class Environment:
     def _install_lock(self) -> None:
         say(f"installing what the tests need from {LOCK.name}")
         self._pip("--require-hashes", "--requirement", str(LOCK))
+
+    def _install_peers(self) -> None:
+        say(f"installing the peers from {PEERS.relative_to(ROOT)}")
+        self._pip("--requirement", str(PEERS))
 
     def _install_project(self) -> None:
         say("installing the project, editable")

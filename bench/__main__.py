@@ -1,38 +1,59 @@
-"""`python -m bench`: measures, prints, and with --write puts the tables into docs/benchmarks.md."""
+"""`python -m bench`: measures and prints; nothing here passes or fails."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import signal
 import sys
 
-from bench import claim, drain, emit, idle, latency, snapshot, wakeup
+from bench import claim, drain, emit, idle, latency, page, snapshot, wakeup
 from bench.database import database
-from bench.report import summary
+from bench.machine import machine
+from bench.report import Report, summary
 from bench.settings import Settings
 
 PARTS = {
-    part.__name__.removeprefix("bench."): part.measure for part in (drain, emit, wakeup, claim, snapshot, latency, idle)
+    "drain": drain.measure,
+    "emit": emit.measure,
+    "wakeup": wakeup.measure,
+    "claim": claim.measure,
+    "snapshot": snapshot.measure,
+    "latency": latency.measure,
+    "idle": idle.measure,
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    parser.add_argument("parts", nargs="*", metavar="part", help=f"any of: {', '.join(PARTS)}; all if none is named")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--peers", metavar="PYTHON", help="a Python that has what bench/requirements.txt names")
+    parser.add_argument("parts", nargs="*", metavar="part", help=f"any of {', '.join(PARTS)}; all if none is named")
+    parser.add_argument("--rounds", type=int, default=3, help="how often everybody has a turn; 3 if not given")
+    parser.add_argument("--peers", metavar="PYTHON", help="a Python with bench/requirements.txt; no peers if not given")
+    parser.add_argument("--write", action="store_true", help="put all parts into docs/benchmarks.md")
     given = parser.parse_args()
-    asyncio.run(run(given.parts or list(PARTS), Settings(given.rounds, given.peers)))
+    for part in given.parts:
+        if part not in PARTS:
+            parser.error(f"no part is called {part!r}; there are {', '.join(PARTS)}")
+    if given.write and given.parts:
+        parser.error("--write takes all parts, so that the page tells of one run")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends like Ctrl-C, and what was started ends too
+    measured = asyncio.run(run(given.parts or list(PARTS), Settings(given.rounds, given.peers)))
+    if given.write:
+        page.write(measured)
 
 
-async def run(parts: list[str], settings: Settings) -> None:
-    reports = []
+async def run(parts: list[str], settings: Settings) -> str:
+    """The measured part of the page; printed on the way, so that nothing is lost if a later part cannot be had."""
+    reports: list[Report] = []
+    where = ""
     for part in parts:
         print(f"{part} …", file=sys.stderr, flush=True)
         with database() as server:
+            where = await machine(server)
             reports.append(await PARTS[part](server, settings))
         print(reports[-1].markdown(), flush=True)
-    print(summary(reports))
+    print(f"{summary(reports)}\n{where}", flush=True)
+    return "\n".join([f"{where}\n", summary(reports), *(report.markdown() for report in reports)])
 
 
 if __name__ == "__main__":
