@@ -25,12 +25,7 @@ broker = OutboxBroker(engine, outbox_table=make_outbox_table(metadata, TABLE), l
 tell = Telling()
 
 
-@broker.subscriber(
-    "bench",
-    max_workers=int(os.environ.get("FS_WORKERS", 4)),
-    fetch_batch_size=int(os.environ.get("FS_FETCH", 400)),
-    terminal_flush_batch_size=int(os.environ.get("FS_FLUSH", 100)),
-)
+@broker.subscriber("bench", max_workers=2, fetch_batch_size=1000, terminal_flush_batch_size=500)
 async def handle(body: dict[str, int | str]) -> None:
     tell(body)
 
@@ -67,4 +62,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "emit":
         asyncio.run(emit())
     else:
-        (asyncio.run if os.environ.get("NOUV") else uvloop.run)(work())
+        uvloop.run(work())

@@ -8,7 +8,6 @@ import os
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from datetime import timedelta
 
 import asyncpg
 import uvloop
@@ -51,21 +50,18 @@ async def emit() -> None:
 
 
 async def work() -> None:
-    if os.environ.get("PQ_POOL"):
-        queuer = PgQueuer.from_asyncpg_pool(await asyncpg.create_pool(os.environ["BENCH_URL"]))
-    else:
-        queuer = PgQueuer.from_asyncpg_connection(await asyncpg.connect(os.environ["BENCH_URL"]))
+    queuer = PgQueuer.from_asyncpg_connection(await asyncpg.connect(os.environ["BENCH_URL"]))
     tell = Telling()
 
     @queuer.entrypoint("bench")
     async def handle(job: Job) -> None:
         tell(job.payload)
 
-    await queuer.run(batch_size=int(os.environ.get("PQ_BATCH", 500)), dequeue_timeout=timedelta(seconds=1))
+    await queuer.run(batch_size=500)
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "emit":
         asyncio.run(emit())
     else:
-        (asyncio.run if os.environ.get("NOUV") else uvloop.run)(work())
+        uvloop.run(work())
