@@ -1,0 +1,73 @@
+"""What the benchmarks do with what they measure; the measuring itself is `make bench`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench import page
+from bench.processes import program
+from bench.programs.payload import SIZE, body
+from bench.report import Report, at_least, at_most, number, spread, summary
+from bench.turns import in_turns, ratios
+
+
+async def test_everybody_is_measured_once_in_each_round() -> None:
+    turns: list[str] = []
+
+    async def measure(who: str) -> int:
+        turns.append(who)
+        return len(turns)
+
+    measured = await in_turns(["ours", "theirs"], 3, measure)
+    assert turns == ["ours", "theirs"] * 3
+    assert measured == {"ours": [1, 3, 5], "theirs": [2, 4, 6]}
+    assert ratios([2.0, 9.0], [4.0, 3.0]) == [0.5, 3.0]
+
+
+def test_a_target_is_met_by_the_median() -> None:
+    assert at_least("rate", 2, [1.0, 2.5, 9.0]).met
+    assert not at_least("rate", 2, [1.0, 1.9, 9.0]).met
+    assert at_most("time", 25, [90.0, 20.0, 10.0]).met
+    assert not at_most("time", 25, [90.0, 26.0, 10.0]).met
+
+
+def test_numbers_are_no_more_exact_than_the_noise_allows() -> None:
+    assert [number(value) for value in (0.1234, 12.345, 1234.5)] == ["0.12", "12.3", "1 234"]
+    assert spread([3.0, 1.0, 2.0]) == "2.00 (1.00 to 3.00)"
+
+
+def test_what_was_not_met_is_said_in_the_summary() -> None:
+    report = Report("Drain", "", ("",), [], [at_least("rate", 2, [3.0]), at_most("time", 1, [3.0], " s")])
+    assert summary([report]).splitlines()[-2:] == [
+        "| rate | ≥ 2.00 | 3.00 | yes |",
+        "| time | ≤ 1.00 s | 3.00 s | **no** |",
+    ]
+
+
+def test_only_what_lies_between_the_marks_of_the_page_is_written_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = tmp_path / "benchmarks.md"
+    copy.write_text(page.PAGE.read_text())
+    monkeypatch.setattr(page, "PAGE", copy)
+    page.write("measured once")
+    page.write("measured again")
+    before, after = copy.read_text().split(f"{page.BEGIN}\nmeasured again\n{page.END}")
+    assert before.startswith("# Benchmarks") and "measured once" not in before + after
+
+
+async def test_a_program_answers_by_lines_and_its_processor_time_grows() -> None:
+    busy = "import sys\nfor line in sys.stdin: print(sum(range(int(line))), flush=True)"
+    async with program([sys.executable, "-c", busy], {}) as running:
+        assert await running.asked("10") == "45"
+        before = running.processor_time
+        await running.asked("1000000")
+        assert running.processor_time > before
+
+
+def test_every_body_has_the_same_size() -> None:
+    assert {len(json.dumps(body(count))) for count in (0, 7, 20_099)} == {SIZE}
