@@ -43,7 +43,7 @@ async def measure(database: Database, settings: Settings) -> Report:
         "Drain",
         f"{number(MESSAGES)} messages that were committed at once, routing included, until the last row is gone: one "
         "worker process, a listener that does nothing. The limit takes 500 rows of a table of the same shape with each "
-        "`DELETE … RETURNING`. The peers have the settings that were fastest.",
+        "`DELETE … RETURNING`. The peers have large batches and no logging.",
         ("", "messages/s", "to the limit", "processor time of the worker, µs per message"),
         [
             (

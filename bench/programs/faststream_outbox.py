@@ -1,4 +1,4 @@
-"""faststream-outbox: a worker with the settings that were fastest here, and an emitter."""
+"""faststream-outbox: a worker with large batches, and an emitter."""
 
 from __future__ import annotations
 
