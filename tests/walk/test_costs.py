@@ -115,15 +115,15 @@ async def test_emitting_is_one_statement_in_the_callers_transaction(meter: Meter
         await connection.commit()
 
 
-async def test_a_batch_is_routed_and_leased_in_five_round_trips(meter: Meter) -> None:
+async def test_a_batch_is_routed_and_leased_in_four_round_trips(meter: Meter) -> None:
     await meter.emit()
     cost = await meter.cost(lambda: meter.routed(wanted=MANY))  # with BEGIN and COMMIT
-    assert cost == Cost(statements=3, round_trips=5)
+    assert cost == Cost(statements=2, round_trips=4)
 
 
-async def test_a_batch_is_routed_without_a_lease_in_five_round_trips(meter: Meter) -> None:
+async def test_a_batch_is_routed_without_a_lease_in_four_round_trips(meter: Meter) -> None:
     await meter.emit()
-    assert await meter.cost(meter.routed) == Cost(statements=3, round_trips=5)
+    assert await meter.cost(meter.routed) == Cost(statements=2, round_trips=4)
 
 
 async def test_a_look_that_finds_nothing_to_route_takes_three_round_trips(meter: Meter) -> None:

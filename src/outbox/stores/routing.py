@@ -13,6 +13,7 @@ from sqlalchemy import (
     Connection,
     DateTime,
     Executable,
+    Select,
     String,
     Text,
     bindparam,
@@ -96,10 +97,10 @@ class SqlRouting:
         claims: Mapping[str, SqlClaim],
         room: dict[str, int],
     ) -> Routing:
-        rows = self._store.search(connection, self._store.due, due)
+        rows = self._store.search(connection, self._unrouted, due)
         if not rows:
             return Routing()
-        bindings = self._current_bindings(connection)
+        bindings = self._bindings_of(rows[0].version or 0, connection)
         groups: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
         lost: defaultdict[str, list[int]] = defaultdict(list)
         unwanted: list[int] = []
@@ -202,11 +203,14 @@ class SqlRouting:
         again = update(self._store.messages).where(columns.id.in_(waiting))
         return again.values(due_at=self._store.clock(), attempts=0)
 
-    def _current_bindings(self, connection: Connection) -> Bindings:
-        """The bindings of this moment. The lock on their version makes a change wait until this routing committed."""
+    @cached_property
+    def _unrouted(self) -> Select[Any]:
+        """Due messages and the bindings' version. The lock on it makes a change wait until this routing committed."""
         state = self._store.tables.state
-        found = select(state.c.bindings_version).where(state.c.id == 1).with_for_update(read=True)
-        version = connection.scalar(found) or 0
+        version = select(state.c.bindings_version).where(state.c.id == 1).with_for_update(read=True)
+        return self._store.due.add_columns(version.scalar_subquery().label("version"))
+
+    def _bindings_of(self, version: int, connection: Connection) -> Bindings:
         if self._known_bindings is None or self._known_bindings[0] != version:
             self._known_bindings = (version, Bindings(self.read(connection)))
         return self._known_bindings[1]
