@@ -62,7 +62,7 @@ async def make_outbox(database_url: str, table_name: str) -> AsyncIterator[MakeO
     made: list[Outbox] = []
 
     def make(**options: Any) -> Outbox:
-        defaults = {"db_engine_url": database_url, "table_name": table_name, "poll_interval": 0.2, "grace": 5}
+        defaults = {"db_engine_url": database_url, "table_name": table_name, "poll_interval": 0.2}
         if "db_engine" in options:
             del defaults["db_engine_url"]
         outbox = Outbox(**{**defaults, **options})

@@ -30,7 +30,7 @@ from .output import ANYTHING, IDS, difference, matches
 from .pages import Block, Page
 
 PLACEHOLDER = "postgresql+asyncpg://user:password@localhost/orders"
-PATIENCE = 30.0  # seconds for anything that a page waits for
+PATIENCE = 120.0  # seconds for anything that a page waits for
 
 
 class NotAsShown(Exception):

@@ -14,7 +14,7 @@ from outbox import Outbox
 
 Value = TypeVar("Value")
 
-PATIENCE = 15.0  # seconds after which something that should have happened has not
+PATIENCE = 60.0  # seconds after which something that should have happened has not, on the slowest machine
 
 
 async def eventually(look: Callable[[], Value | Awaitable[Value]]) -> Value:

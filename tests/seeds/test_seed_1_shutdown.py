@@ -18,7 +18,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from outbox import Message, Outbox, listen
 from outbox.core.events import Handled, Stopped
 from tests.seeds.databases import on_every_driver, on_sqlite
-from tests.seeds.observing import Recorder, arrival, eventually
+from tests.seeds.observing import PATIENCE, Recorder, arrival, eventually
 from tests.seeds.program import program
 
 MakeOutbox = Callable[..., Outbox]
@@ -238,7 +238,7 @@ async def test_the_end_of_the_grace_abandons_what_still_runs_and_burns_no_attemp
     await emit_and_commit(outbox, 1)
     await arrival(started)
     signal_this_process(signal.SIGTERM)
-    assert await asyncio.wait_for(working, 5) == 1
+    assert await asyncio.wait_for(working, PATIENCE) == 1
     assert recorder.of(Stopped) == [Stopped("worker", 1)]
     [stored] = await make_outbox().messages()
     assert (stored.state, stored.attempt_count, stored.crash_count) == ("delivered", 0, 0)
@@ -247,7 +247,7 @@ async def test_the_end_of_the_grace_abandons_what_still_runs_and_burns_no_attemp
 
 @on_sqlite
 async def test_a_second_signal_does_not_wait_for_the_grace(make_outbox: MakeOutbox) -> None:
-    outbox = make_outbox(grace=60)
+    outbox = make_outbox(grace=4 * PATIENCE)
     started: asyncio.Queue[int] = asyncio.Queue()
 
     @listen("event", queue="events")
@@ -262,7 +262,7 @@ async def test_a_second_signal_does_not_wait_for_the_grace(make_outbox: MakeOutb
     await asyncio.wait([working], timeout=0.1)
     assert not working.done()
     signal_this_process(signal.SIGINT)
-    assert await asyncio.wait_for(working, 5) == 1
+    assert await asyncio.wait_for(working, PATIENCE) == 1
     assert await waiting_bodies(make_outbox()) == [b"1"]
 
 
@@ -282,7 +282,7 @@ async def test_an_abandoned_listeners_transaction_is_rolled_back(make_outbox: Ma
     await emit_and_commit(outbox, 1)
     await arrival(started)
     signal_this_process(signal.SIGTERM)
-    assert await asyncio.wait_for(working, 10) == 1
+    assert await asyncio.wait_for(working, PATIENCE) == 1
     other = make_outbox()
     async with other.transaction() as session:
         assert await session.get(user_model, 1) is None
@@ -291,7 +291,7 @@ async def test_an_abandoned_listeners_transaction_is_rolled_back(make_outbox: Ma
 
 @on_sqlite
 async def test_an_idle_worker_ends_at_once(make_outbox: MakeOutbox) -> None:
-    outbox = make_outbox(grace=60, poll_interval=60)
+    outbox = make_outbox(grace=4 * PATIENCE, poll_interval=4 * PATIENCE)
 
     @listen("event", queue="events")
     async def on_event(event: int) -> None: ...
@@ -299,7 +299,7 @@ async def test_an_idle_worker_ends_at_once(make_outbox: MakeOutbox) -> None:
     working = asyncio.create_task(outbox.worker([on_event]))
     await eventually(outbox.bindings)
     signal_this_process(signal.SIGTERM)
-    assert await asyncio.wait_for(working, 5) == 0
+    assert await asyncio.wait_for(working, PATIENCE) == 0
 
 
 @on_sqlite
@@ -337,7 +337,7 @@ async def test_a_relay_finishes_what_it_is_publishing_and_starts_nothing_new(
     await asyncio.wait([relaying], timeout=0.1)
     assert not relaying.done()
     finish.set()
-    await asyncio.wait_for(relaying, 5)
+    await asyncio.wait_for(relaying, PATIENCE)
     assert published.empty()
     assert await waiting_bodies(make_outbox()) == [b"2"]
 
@@ -347,17 +347,25 @@ async def test_leaving_the_running_block_is_a_graceful_shutdown_without_signals(
 ) -> None:
     before = [signal.getsignal(number) for number in SIGNALS]
     started: asyncio.Queue[int] = asyncio.Queue()
+    finish = asyncio.Event()
 
     @listen("event", queue="events", concurrency=1)
     async def on_event(event: int) -> None:
         await started.put(event)
-        await asyncio.sleep(0.1)
+        await finish.wait()
+
+    async def finish_when_the_rest_is_given_back() -> None:
+        await eventually(lambda: _leases(outbox, 1))
+        finish.set()
 
     async with outbox.running(listeners=[on_event]):
         assert [signal.getsignal(number) for number in SIGNALS] == before
         async with outbox.transaction() as session:
             await outbox.emit_many(session, "event", [1, 2, 3])
         assert await arrival(started) == 1
+        await eventually(lambda: _leases(outbox, 2))
+        finishing = asyncio.create_task(finish_when_the_rest_is_given_back())
+    await finishing
     assert [event.attempt.message.body for event in recorder.of(Handled)] == [b"1"]
     assert started.empty()
     assert await waiting_bodies(outbox) == [b"2", b"3"]
@@ -371,7 +379,7 @@ async def test_leaving_the_running_block_is_a_graceful_shutdown_without_signals(
 async def test_a_worker_that_is_killed_loses_nothing(
     make_outbox: MakeOutbox, database_url: str, table_name: str, tmp_path: Path
 ) -> None:
-    source = WORKER.replace("concurrency=1)", "concurrency=1, lease=0.5)")
+    source = WORKER.replace("concurrency=1)", "concurrency=1, lease=2)")
     outbox = make_outbox()
     async with program(source, database_url, table_name, str(tmp_path / "never")) as worker:
         await emit_and_commit(outbox, 1)

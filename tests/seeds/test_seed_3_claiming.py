@@ -24,7 +24,7 @@ from outbox.core.attempt import Done, RetryIn
 from outbox.core.events import Handled, Routed
 from outbox.core.message import NOW
 from tests.seeds.databases import on_every_driver, on_postgresql, on_sqlite
-from tests.seeds.observing import Recorder, Statements, arrival, eventually, let_leases_run_out
+from tests.seeds.observing import PATIENCE, Recorder, Statements, arrival, eventually, let_leases_run_out
 from tests.seeds.program import program
 
 MakeOutbox = Callable[..., Outbox]
@@ -133,7 +133,7 @@ async def test_a_claim_passes_over_rows_that_somebody_has_locked(outbox: Outbox,
     messages = outbox.tables.messages
     async with db_engine.begin() as other:
         await other.execute(select(messages.c.id).order_by(messages.c.id).limit(1).with_for_update())
-        async with asyncio.timeout(5), outbox.store.claim(10, lease=LEASE, destination="orders") as claim:
+        async with asyncio.timeout(PATIENCE), outbox.store.claim(10, lease=LEASE, destination="orders") as claim:
             assert bodies(claim) == [1, 2]
 
 
@@ -142,7 +142,7 @@ async def test_no_transaction_is_open_while_a_claim_is_held(outbox: Outbox, db_e
     messages = outbox.tables.messages
     async with (
         outbox.store.claim(1, lease=LEASE, destination="orders"),
-        asyncio.timeout(5),
+        asyncio.timeout(PATIENCE),
         db_engine.begin() as other,
     ):
         await other.execute(messages.update().values(headers=None))
@@ -221,13 +221,14 @@ async def test_a_worker_runs_as_many_listeners_at_a_time_as_it_may(
 ) -> None:
     running: set[int] = set()
     most = 0
+    all_at_work = asyncio.Barrier(concurrency)
 
     @listen("orders", queue="orders", concurrency=concurrency)
     async def orders(number: int) -> None:
         nonlocal most
         running.add(number)
         most = max(most, len(running))
-        await asyncio.sleep(0.01)
+        await all_at_work.wait()
         running.remove(number)
 
     async with outbox.running(listeners=[orders]):
@@ -351,7 +352,7 @@ async def test_one_worker_serves_several_queues_and_a_stuck_one_holds_up_no_othe
 
     async with outbox.running(listeners=[hangs, flows]):
         await emit_range(outbox, 10)
-        await asyncio.wait_for(stuck.wait(), 10)
+        await asyncio.wait_for(stuck.wait(), PATIENCE)
         assert {await arrival(arrivals) for _ in range(10)} == set(range(10))
         release.set()
 

@@ -32,7 +32,7 @@ from outbox.core.attempt import Dead, Done, Reason
 from outbox.core.events import Handled
 from outbox.observers.logging import LoggingObserver
 from tests.seeds.databases import on_every_driver, on_postgresql, on_sqlite
-from tests.seeds.observing import Recorder, Statements, arrival, eventually, let_leases_run_out
+from tests.seeds.observing import PATIENCE, Recorder, Statements, arrival, eventually, let_leases_run_out
 
 MakeOutbox = Callable[..., Outbox]
 LEASE = timedelta(seconds=30)
@@ -209,7 +209,7 @@ async def test_a_worker_buries_its_message_as_soon_as_dead_letters_can_be_writte
     async with outbox.running(listeners=[rejects]):
         async with unwritable_dead_letters(outbox, db_engine):
             await emit_one(outbox)
-            await asyncio.wait_for(failed.wait(), 10)
+            await asyncio.wait_for(failed.wait(), PATIENCE)
             assert len(await outbox.messages()) == 1
         [letter] = await eventually(outbox.dead_letters.list)
     assert letter.reason == "rejected"
@@ -223,9 +223,7 @@ async def test_an_end_that_cannot_be_written_is_told_to_the_operator(
     await outbox.create_tables()
     async with outbox.running(listeners=[failing(Reject("never"))]), unwritable_dead_letters(outbox, db_engine):
         await emit_one(outbox)
-        async with asyncio.timeout(2):
-            while not any(record.levelno >= logging.WARNING for record in caplog.records):
-                await asyncio.sleep(0.01)
+        await eventually(lambda: any(record.levelno >= logging.WARNING for record in caplog.records))
 
 
 # What is kept of an error

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
+import threading
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -22,10 +22,11 @@ from outbox.core.attempt import Dead, Done, Outcome, Reason, Released, RetryIn
 from outbox.core.events import Handled, LeaseWasLost
 from outbox.observers.logging import LoggingObserver
 from tests.seeds.databases import on_every_driver, on_sqlite
-from tests.seeds.observing import Recorder, arrival, eventually, let_leases_run_out
+from tests.seeds.observing import PATIENCE, Recorder, arrival, eventually, let_leases_run_out
 
 MakeOutbox = Callable[..., Outbox]
 LEASE = timedelta(seconds=30)
+RENEWED = 10.0  # seconds of a lease whose renewal is waited for: a third of it, and the rest is for slow machines
 OUTCOMES: list[Outcome] = [
     Done(),
     RetryIn(timedelta(0), "failed"),
@@ -46,6 +47,34 @@ async def queued(outbox: Outbox, count: int = 1) -> None:
     async with outbox.transaction() as session:
         await outbox.emit_many(session, "orders", range(count))
     await outbox.store.route(count, {})
+
+
+async def lease_ends(outbox: Outbox) -> dict[int, datetime | None]:
+    """When the lease of each message runs out, if nobody renews it."""
+    return {stored.row_id: stored.leased_until for stored in await outbox.messages()}
+
+
+async def held(outbox: Outbox, count: int) -> bool:
+    """Whether so many messages are in somebody's hands."""
+    return sum(end is not None for end in (await lease_ends(outbox)).values()) == count
+
+
+async def renewal(outbox: Outbox) -> None:
+    """Wait until the lease of every message lasts longer than it does now; none may run out meanwhile."""
+    before = await lease_ends(outbox)
+
+    async def is_renewed() -> bool:
+        now = await lease_ends(outbox)
+        assert now.keys() == before.keys()
+        return all(_later(end, before[row_id]) for row_id, end in now.items())
+
+    await eventually(is_renewed)
+
+
+def _later(end: datetime | None, before: datetime | None) -> bool:
+    assert end is not None
+    assert before is not None
+    return end > before
 
 
 async def is_empty(outbox: Outbox) -> bool:
@@ -222,7 +251,7 @@ async def test_a_message_whose_lease_was_lost_is_handled_by_another_and_neither_
 
     async with slow.running(listeners=[slowly]):
         await emit_one(slow)
-        await asyncio.wait_for(slow_began.wait(), 10)
+        await asyncio.wait_for(slow_began.wait(), PATIENCE)
         async with quick.running(listeners=[quickly]):
             await recorder.wait_for(Handled)
             await emit_one(quick, 8)  # the next message of the queue is not disturbed by the late one
@@ -265,22 +294,27 @@ async def test_a_listener_can_have_a_lease_of_its_own(make_outbox: MakeOutbox) -
 async def test_a_listener_that_outlasts_its_lease_keeps_it_by_renewal(
     make_outbox: MakeOutbox, recorder: Recorder
 ) -> None:
-    first, second = (make_outbox(observers=[recorder], lease=0.6) for _ in range(2))
+    first, second = (make_outbox(observers=[recorder], lease=RENEWED) for _ in range(2))
     starts: list[str] = []
+    on_the_loop, in_a_thread = asyncio.Event(), threading.Event()
 
     @listen("orders", queue="on the loop")
     async def slowly(number: int) -> None:
         starts.append("on the loop")
-        await asyncio.sleep(0.9)
+        await on_the_loop.wait()
 
     @listen("orders", queue="in a thread")
     def slowly_in_a_thread(number: int) -> None:
         starts.append("in a thread")
-        time.sleep(0.9)
+        in_a_thread.wait(PATIENCE)
 
     listeners = [slowly, slowly_in_a_thread]
     async with first.running(listeners=listeners), second.running(listeners=listeners):
         await emit_one(first)
+        await eventually(lambda: len(starts) == 2)
+        await renewal(first)
+        on_the_loop.set()
+        in_a_thread.set()
         await recorder.wait_for(Handled, 2)
     assert sorted(starts) == ["in a thread", "on the loop"]
     assert not recorder.of(LeaseWasLost)
@@ -291,44 +325,36 @@ async def test_a_listener_that_outlasts_its_lease_keeps_it_by_renewal(
 async def test_what_is_held_ready_behind_a_slow_listener_is_renewed_as_well(
     make_outbox: MakeOutbox, recorder: Recorder
 ) -> None:
-    first, second = (make_outbox(observers=[recorder], lease=0.6) for _ in range(2))
+    first, second = (make_outbox(observers=[recorder], lease=RENEWED) for _ in range(2))
     starts: list[int] = []
-    began = asyncio.Event()
+    finish = asyncio.Event()
 
     @listen("orders", queue="orders", concurrency=1)
     async def slow(number: int) -> None:
         starts.append(number)
-        began.set()
-        await asyncio.sleep(0.9 if number == 0 else 0)
+        await finish.wait()
 
-    await queued(first, 3)
+    await queued(first, 2)
     async with first.running(listeners=[slow]):
-        await asyncio.wait_for(began.wait(), 10)
+        await eventually(lambda: held(first, 2))
+        assert starts == [0]
         async with second.running(listeners=[slow]):
-            await recorder.wait_for(Handled, 3)
-    assert sorted(starts) == [0, 1, 2]
+            await renewal(first)
+            assert starts == [0]
+            finish.set()
+            await recorder.wait_for(Handled, 2)
+    assert starts == [0, 1]
     assert not recorder.of(LeaseWasLost)
 
 
 async def test_a_held_claim_renews_itself_until_it_is_closed(make_outbox: MakeOutbox) -> None:
     outbox = make_outbox()
     await queued(outbox)
-
-    async def lease_ends_at() -> datetime | None:
-        [stored] = await outbox.messages()
-        return stored.leased_until
-
-    async with outbox.store.claim(1, lease=timedelta(seconds=0.6), destination="orders"):
-        first = await lease_ends_at()
-        assert first is not None
-
-        async def is_renewed() -> bool:
-            ends_at = await lease_ends_at()
-            assert ends_at is not None
-            return ends_at > first
-
-        await eventually(is_renewed)
-    assert await lease_ends_at() is None
+    async with outbox.store.claim(1, lease=timedelta(seconds=RENEWED), destination="orders"):
+        for _ in range(2):
+            await renewal(outbox)
+    [stored] = await outbox.messages()
+    assert stored.leased_until is None
 
 
 # Deliveries that never end

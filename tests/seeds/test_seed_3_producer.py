@@ -32,7 +32,7 @@ from tests.seeds.databases import on_every_driver, on_sqlite
 from tests.seeds.observing import PATIENCE, Recorder, Statements, arrival, eventually, routing_keys
 
 MakeOutbox = Callable[..., Outbox]
-SOON = 3.0  # seconds: far more than a wake-up takes, far less than the sleep it ends
+SOON = 15.0  # seconds: far more than a wake-up takes, far less than the sleep it ends
 
 
 # One transaction
@@ -241,13 +241,15 @@ async def test_the_largest_message_travels_unchanged(outbox: Outbox) -> None:
 
 async def asleep(outbox: Outbox) -> asyncio.Task[None]:
     """Somebody who sleeps until there is something to do, for much longer than this test may take."""
-    hearing = asyncio.create_task(outbox.store.wait(4 * PATIENCE))
+    sleeping = asyncio.create_task(outbox.store.wait(4 * PATIENCE))
     await eventually(lambda: _hears(outbox))
-    await asyncio.sleep(0.15)  # whatever was announced earlier has been heard by now
-    sleeping = asyncio.create_task(outbox.store.wait(4 * PATIENCE)) if hearing.done() else hearing
-    await asyncio.sleep(0.05)
-    assert not sleeping.done()
-    return sleeping
+    async with asyncio.timeout(PATIENCE):
+        while True:
+            await asyncio.wait([sleeping], timeout=0.2)  # whatever was announced earlier wakes it meanwhile
+            await _hears(outbox)
+            if not sleeping.done():
+                return sleeping
+            sleeping = asyncio.create_task(outbox.store.wait(4 * PATIENCE))
 
 
 async def _hears(outbox: Outbox) -> bool:

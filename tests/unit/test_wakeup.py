@@ -8,7 +8,7 @@ import pytest
 
 from outbox.stores.wakeup import Wakeup
 
-LONG = 10.0  # seconds that no test sleeps
+LONG = 30.0  # seconds that no test sleeps
 
 
 async def asleep(wakeup: Wakeup, *destinations: str) -> list[asyncio.Task[bool]]:

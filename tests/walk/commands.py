@@ -27,7 +27,7 @@ import outbox as library
 from outbox import Outbox, Reject, listen
 from outbox.cli import app
 
-SOON = 60.0  # seconds: processes start slowly on a busy machine
+SOON = 120.0  # seconds: processes start slowly on a busy machine
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,8 @@ import re
 import signal
 import sqlite3
 import subprocess
+import sys
+import threading
 import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -20,9 +22,10 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from outbox import Backlog, Outbox, QueueBacklog, Reject, listen
 from outbox.cli.exits import ExitCode
 from outbox.cli.status import Look, Rates
+from outbox.core.attempt import Done
 from outbox.testing.servers import PostgreSQL
 
-from .commands import Command, all_dead, billing, broken, bury, in_state, line_of, until
+from .commands import SOON, Command, all_dead, billing, broken, bury, in_state, line_of, until
 
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -90,18 +93,34 @@ def test_rates_are_rows_written_and_rows_settled_between_two_looks() -> None:
     assert Rates.between(before, after) == Rates(15.0, 15.0, 2.0)
 
 
-async def test_status_tells_the_rates_of_what_happens_meanwhile(command: Command, outbox: Outbox) -> None:
+async def test_status_tells_the_rates_of_what_happens_meanwhile(
+    command: Command, outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everything happens between the two looks: a row that is being written while PostgreSQL is asked is half there."""
     await outbox.create_tables()
-    looking = asyncio.create_task(command.run("status", "--json", "--interval", "0.5"))
-    while not looking.done():
-        async with outbox.transaction() as session:
-            await outbox.emit(session, "order.created", {"id": 1})
-        await asyncio.sleep(0.01)
+    module = sys.modules[Look.__module__]
+    look = module._look
+    looked, happened = threading.Event(), threading.Event()
+
+    async def looks(outbox: Outbox) -> Look:
+        if looked.is_set():
+            await asyncio.to_thread(happened.wait, SOON)
+        found: Look = await look(outbox)
+        looked.set()
+        return found
+
+    monkeypatch.setattr(module, "_look", looks)
+    looking = asyncio.create_task(command.run("status", "--json", "--interval", "0.1"))
+    assert await asyncio.to_thread(looked.wait, SOON)
+    async with outbox.transaction() as session:
+        await outbox.emit_many(session, "order.created", [{"id": number} for number in range(5)])
+    async with outbox.store.claim(2, lease=timedelta(seconds=60)) as claim:
+        await claim.settle({attempt.id: Done() for attempt in claim.attempts})
+    happened.set()
     rates = (await looking).document["rates"]
-    assert rates["rows_in_per_second"] > 0
-    # A row that is being written when PostgreSQL is asked has its number already and cannot be seen yet.
-    assert rates["rows_out_per_second"] <= 2 * 2 / 0.5
-    assert rates["seconds"] >= 0.5
+    assert rates["seconds"] >= 0.1
+    assert rates["rows_in_per_second"] * rates["seconds"] == pytest.approx(5, abs=0.1)
+    assert rates["rows_out_per_second"] * rates["seconds"] == pytest.approx(2, abs=0.1)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -110,7 +129,7 @@ async def test_status_watches_until_a_signal_and_ends_with_0(sqlite_command: Com
     with sqlite_command.started("status", "--watch", "--json", "--interval", "0.1") as watching:
         lines = [json.loads(await asyncio.to_thread(line_of, watching)) for _ in range(3)]
         watching.send_signal(number)
-        assert watching.wait(30) == 0
+        assert watching.wait(SOON) == 0
     assert [line["rates"] is None for line in lines] == [True, False, False]
 
 
@@ -135,7 +154,7 @@ async def test_a_watch_waits_for_a_database_that_goes_away(tmp_path: Path) -> No
             server.start()
             await asyncio.to_thread(_line_where, watching, lambda line: line["trouble"] is None)
             watching.terminate()
-            assert watching.wait(30) == 0
+            assert watching.wait(SOON) == 0
 
 
 def _line_where(process: subprocess.Popen[str], condition: Any) -> None:

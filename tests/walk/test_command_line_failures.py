@@ -19,7 +19,7 @@ from outbox.cli import app
 from outbox.cli.exits import ExitCode
 from outbox.testing.servers import PostgreSQL
 
-from .commands import APPLICATION, Command, all_dead, until
+from .commands import APPLICATION, SOON, Command, all_dead, until
 
 CANARY = "canary-7hX2"
 
@@ -141,7 +141,7 @@ async def test_a_command_that_does_not_exist_ends_with_2(sqlite_command: Command
 def test_a_pipe_that_is_closed_early_is_no_error(sqlite_command: Command) -> None:
     script = f"{sys.executable} -m outbox tables sql --dialect postgresql | head -1"
     ran = subprocess.run(
-        ["bash", "-c", script], env=sqlite_command.environment, capture_output=True, text=True, timeout=60, check=True
+        ["bash", "-c", script], env=sqlite_command.environment, capture_output=True, text=True, timeout=SOON, check=True
     )
     assert ran.stdout == "CREATE TABLE outbox_table (\n"
     assert ran.stderr == ""
@@ -239,7 +239,7 @@ async def test_logs_escape_what_a_stranger_wrote(sqlite_application: Command, sq
     with sqlite_application.started("worker", "quiet:listener") as worker:
         await until(lambda: no_message(outbox))
         worker.terminate()
-        _, log = await asyncio.to_thread(worker.communicate, timeout=30)
+        _, log = await asyncio.to_thread(worker.communicate, timeout=SOON)
     assert r"handled a.\u202e[bold red]b[/]\x9b31m.{x}" in log
     assert not [sign for sign in log if not sign.isprintable() and sign != "\n"]
 

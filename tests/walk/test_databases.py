@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -17,7 +18,9 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engin
 from sqlalchemy.pool import NullPool
 
 from outbox import ConfigurationError, Outbox, SnapshotConflict, listen
+from outbox.core.events import CleanedUp, Handled
 from outbox.sqlite import prepare
+from tests.walk.test_worker import PATIENCE, Watch
 
 MakeOutbox = Callable[..., Outbox]
 
@@ -43,7 +46,7 @@ async def emitted(outbox: Outbox) -> list[bytes]:
 async def test_a_full_pool_does_not_keep_the_first_emit_from_making_tables(
     database_url: str, make_outbox: MakeOutbox
 ) -> None:
-    engine = create_async_engine(database_url, pool_size=1, max_overflow=0, pool_timeout=5)
+    engine = create_async_engine(database_url, pool_size=1, max_overflow=0, pool_timeout=PATIENCE)
     outbox = make_outbox(db_engine=engine)
     async with AsyncSession(engine) as session, session.begin():
         await session.execute(text("SELECT 1"))
@@ -123,7 +126,7 @@ async def test_a_lease_is_written_in_place_without_touching_an_index(
     await outbox.close()  # a connection's statistics are told when it ends
     query = text("SELECT n_tup_upd, n_tup_hot_upd FROM pg_stat_user_tables WHERE relname = :name")
     updates = hot = 0
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE):
         while updates < 20 + 3 * 2 * 20:  # the routing, and each claim and its giving back
             async with engine.connect() as connection:
                 updates, hot = (await connection.execute(query, {"name": table_name})).one()
@@ -160,7 +163,7 @@ async def test_tables_live_in_the_schema_they_are_told_to(
     async with outbox.running(listeners=[listener]):
         async with outbox.transaction() as session:
             await outbox.emit(session, "a", 1)
-        await asyncio.wait_for(handled.wait(), 20)
+        await asyncio.wait_for(handled.wait(), PATIENCE)
     async with engine.connect() as connection:
         names = await connection.run_sync(lambda c: inspect(c).get_table_names(schema=schema))
     suffixes = ("", "_bindings", "_dead_letters", "_inbox", "_state")
@@ -212,7 +215,7 @@ async def test_an_engine_of_the_applications_own_does_all_the_work(
             await outbox.emit(session, "a", 1)
         async with engine.begin() as connection:
             await outbox.emit(connection, "a", 2)
-        assert sorted([await asyncio.wait_for(handled.get(), 20) for _ in range(2)]) == [1, 2]
+        assert sorted([await asyncio.wait_for(handled.get(), PATIENCE) for _ in range(2)]) == [1, 2]
     await engine.dispose()
 
 
@@ -279,7 +282,7 @@ async def test_the_database_being_away_is_survived(
         for start in range(0, 60, 20):
             await emit(range(start, start + 20))
             await cut()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE):
             while set(handled) != set(range(60)) or (await _left(outbox)):
                 await asyncio.sleep(0.1)
     assert await outbox.dead_letters.list() == []
@@ -364,7 +367,7 @@ async def test_a_database_in_memory_keeps_every_promise_of_one_process(memory: d
                     await outbox.emit(session, "a", -1)
                     await asyncio.sleep(0.001)
                     raise ZeroDivisionError
-        assert sorted([await asyncio.wait_for(handled.get(), 20) for _ in range(30)]) == list(range(30))
+        assert sorted([await asyncio.wait_for(handled.get(), PATIENCE) for _ in range(30)]) == list(range(30))
         await asyncio.sleep(0.2)
         assert handled.empty()
     await outbox.close()
@@ -376,22 +379,20 @@ async def test_a_database_in_memory_keeps_every_promise_of_one_process(memory: d
 
 
 async def test_done_messages_are_cleaned_up_while_nothing_flows(make_outbox: MakeOutbox) -> None:
-    outbox = make_outbox(clean_up_after=timedelta(milliseconds=300), poll_interval=0.05)
-    handled = asyncio.Event()
+    watch = Watch()
+    outbox = make_outbox(clean_up_after=timedelta(milliseconds=300), poll_interval=0.05, observers=[watch])
 
     @listen("a", queue="q")
-    async def listener(body: int) -> None:
-        handled.set()
+    async def listener(body: int) -> None: ...
 
     async with outbox.running(listeners=[listener]):
+        began = time.monotonic()
         async with outbox.transaction() as session:
             await outbox.emit(session, "a", 1)
-        await asyncio.wait_for(handled.wait(), 20)
-        async with asyncio.timeout(20):
-            while not await outbox.messages(state="sent"):
-                await asyncio.sleep(0.01)
-            while await outbox.messages():
-                await asyncio.sleep(0.05)
+        assert await watch.until(CleanedUp) == [CleanedUp("sent", 1)]
+        assert time.monotonic() - began > 0.295  # SQLite's clock counts in milliseconds
+    assert len(watch.all(Handled)) == 1
+    assert await outbox.messages() == []
 
 
 async def test_a_message_that_nobody_takes_expires_while_nothing_flows(make_outbox: MakeOutbox) -> None:
@@ -403,7 +404,7 @@ async def test_a_message_that_nobody_takes_expires_while_nothing_flows(make_outb
     async with outbox.running(listeners=[listener]):
         async with outbox.transaction() as session:
             await outbox.emit(session, "lonely", 1, expiration=0.2)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE):
             while not await outbox.dead_letters.list():
                 await asyncio.sleep(0.05)
     [letter] = await outbox.dead_letters.list()

@@ -14,6 +14,7 @@ from outbox import ConfigurationError, Message, Outbox, TransportMismatch, Trans
 from outbox.core.transport import Features, Published, Refusal
 from outbox.outbound import publishing
 from outbox.transports.memory import MemoryTransport
+from tests.walk.test_worker import PATIENCE
 
 MakeOutbox = Callable[..., Outbox]
 Answer = Callable[[Sequence[Message]], Published]
@@ -48,7 +49,7 @@ class Scripted:
     def consume(self, listener: Any, prefetch: int) -> Any: ...
 
     async def until(self, calls: int) -> None:
-        async with asyncio.timeout(15), self.called:
+        async with asyncio.timeout(PATIENCE), self.called:
             await self.called.wait_for(lambda: len(self.calls) >= calls)
 
 
@@ -85,7 +86,7 @@ async def emit(outbox: Outbox, *bodies: object) -> None:
 
 
 async def drained(outbox: Outbox) -> None:
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(PATIENCE):
         while (await outbox.backlog()).waiting:
             await asyncio.sleep(0.02)
 
@@ -157,7 +158,7 @@ async def test_a_refused_message_does_not_hold_up_the_others(make_outbox: MakeOu
     transport = Scripted(refuse_one)
     async with relaying(make_outbox, transport, relay_retry_delays=(60,), batch_size=2) as outbox:
         await emit(outbox, *range(6))
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(PATIENCE):
             while (await outbox.backlog()).waiting > 1:
                 await asyncio.sleep(0.02)
     [stored] = await outbox.messages()
@@ -229,7 +230,7 @@ async def test_relay_and_worker_share_a_transport_in_one_process(make_outbox: Ma
 
     async with outbox.running(relay=True, listeners=[listener]):
         await emit(outbox, 1, 2, 3)
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(PATIENCE):
             assert sorted([await handled.get() for _ in range(3)]) == [1, 2, 3]
 
 
@@ -252,7 +253,7 @@ async def test_a_duplicate_from_the_transport_has_no_second_effect_in_the_sessio
     async with outbox.running(listeners=[listener, after]):
         for _ in range(3):
             await transport.publish([message])
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(PATIENCE):
             await copies.wait()
             while transport.waiting("q"):
                 await asyncio.sleep(0.01)

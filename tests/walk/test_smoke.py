@@ -5,6 +5,8 @@ from typing import Any
 
 from outbox import Message, Outbox, Reject, listen
 
+from .commands import SOON, until
+
 
 async def test_a_message_walks_from_emit_to_its_listeners(outbox: Outbox) -> None:
     seen: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
@@ -26,7 +28,7 @@ async def test_a_message_walks_from_emit_to_its_listeners(outbox: Outbox) -> Non
     async with outbox.running(listeners=[billing, audit, broken]):
         async with outbox.transaction() as session:
             await outbox.emit(session, "order.created", {"id": 1})
-        arrived = [await asyncio.wait_for(seen.get(), 10) for _ in range(2)]
+        arrived = [await asyncio.wait_for(seen.get(), SOON) for _ in range(2)]
+        [letter] = await until(outbox.dead_letters.list)
     assert sorted(arrived) == [("audit", "order.created"), ("billing", {"id": 1})]
-    [letter] = await outbox.dead_letters.list()
     assert (letter.queue, letter.reason, letter.message.body) == ("broken", "rejected", b'{"id":1}')

@@ -21,6 +21,9 @@ from outbox.stores.claims import SqlClaim
 
 MakeOutbox = Callable[..., Outbox]
 
+PATIENCE = 60.0  # seconds after which something that should have happened has not, on the slowest machine
+LIMIT = 3.0  # seconds that one listener exceeds and the next one does not, whatever holds the machine up
+
 
 class Watch:
     """An observer that tests wait on."""
@@ -36,8 +39,8 @@ class Watch:
     def all(self, kind: type[Any]) -> list[Any]:
         return [event for event in self.events if isinstance(event, kind)]
 
-    async def until(self, kind: type[Any], count: int = 1, within: float = 20) -> list[Any]:
-        async with asyncio.timeout(within):
+    async def until(self, kind: type[Any], count: int = 1) -> list[Any]:
+        async with asyncio.timeout(PATIENCE):
             while len(self.all(kind)) < count:
                 self._changed.clear()
                 await self._changed.wait()
@@ -71,13 +74,14 @@ async def written(outbox: Outbox, effects: Table) -> list[int]:
 async def test_no_more_listeners_run_at_a_time_than_their_concurrency(make_outbox: MakeOutbox, watch: Watch) -> None:
     outbox = make_outbox(observers=[watch])
     running, most = 0, 0
+    all_at_work = asyncio.Barrier(3)
 
     @listen("#", queue="q", concurrency=3)
     async def listener(body: int) -> None:
         nonlocal running, most
         running += 1
         most = max(most, running)
-        await asyncio.sleep(0.01)
+        await all_at_work.wait()
         running -= 1
 
     await emit(outbox, *range(30))
@@ -116,7 +120,7 @@ async def test_a_slow_listener_takes_no_more_than_it_needs(make_outbox: MakeOutb
 
     await emit(outbox, *range(100))
     async with outbox.running(listeners=[slow]):
-        await asyncio.wait_for(started.wait(), 20)
+        await asyncio.wait_for(started.wait(), PATIENCE)
         await asyncio.sleep(0.2)
         assert (await outbox.backlog()).leased <= 6
         release.set()
@@ -192,7 +196,7 @@ async def test_a_worker_that_lost_its_lease_cannot_commit_its_listeners_session(
         patch.setattr(SqlClaim, "_renew", asleep)
         held = late.running(listeners=[listener("late")])
         await held.__aenter__()
-        await asyncio.wait_for(started.wait(), 20)
+        await asyncio.wait_for(started.wait(), PATIENCE)
     async with prompt.running(listeners=[listener("prompt")]):
         await watch.until(Handled)
         go_on.set()
@@ -207,7 +211,7 @@ async def test_what_a_dead_worker_held_in_several_queues_comes_back_without_long
     make_outbox: MakeOutbox, watch: Watch
 ) -> None:
     """Suspects come one at a time; whoever has to wait for another queue's is told when it is gone."""
-    outbox = make_outbox(observers=[watch], poll_interval=30)
+    outbox = make_outbox(observers=[watch], poll_interval=4 * PATIENCE)
 
     def listener(queue: str) -> Any:
         @listen("order.*", queue=queue)
@@ -252,7 +256,7 @@ async def test_a_listener_that_runs_for_very_long_is_spoken_of_once(
 
 async def test_plain_functions_run_in_threads_side_by_side(make_outbox: MakeOutbox, watch: Watch) -> None:
     outbox = make_outbox(observers=[watch])
-    together = threading.Barrier(5, timeout=20)
+    together = threading.Barrier(5, timeout=PATIENCE)
 
     @listen("#", queue="q", concurrency=5)
     def listener(body: int) -> None:
@@ -287,10 +291,10 @@ async def test_a_thread_that_takes_too_long_keeps_its_slot(make_outbox: MakeOutb
     release = threading.Event()
     runs = []
 
-    @listen("#", queue="q", concurrency=1, timeout=0.2, retry_delays=())
+    @listen("#", queue="q", concurrency=1, timeout=LIMIT, retry_delays=())
     def listener(body: int) -> None:
         runs.append(body)
-        release.wait(20)
+        release.wait(PATIENCE)
 
     await emit(outbox, 1)
     async with outbox.running(listeners=[listener]):
@@ -313,11 +317,11 @@ async def test_what_a_thread_does_after_its_time_is_fenced(
     outbox = make_outbox(observers=[watch])
     release = threading.Event()
 
-    @listen("#", queue="q", concurrency=1, timeout=0.5, retry_delays=())
+    @listen("#", queue="q", concurrency=1, timeout=LIMIT, retry_delays=())
     def listener(body: int, session: Session) -> None:
         session.execute(insert(effects).values(n=body))
         if body == 1:
-            release.wait(20)
+            release.wait(PATIENCE)
 
     await emit(outbox, 1)
     async with outbox.running(listeners=[listener]):
@@ -412,7 +416,7 @@ async def test_a_listener_that_outlives_its_grace_is_abandoned_and_its_message_g
 
     await emit(outbox, 1)
     async with outbox.running(listeners=[listener]):
-        await asyncio.wait_for(started.wait(), 20)
+        await asyncio.wait_for(started.wait(), PATIENCE)
     [stopped] = watch.all(Stopped)
     assert stopped.abandoned == 1
     [stored] = await outbox.messages()
@@ -440,8 +444,8 @@ async def test_a_listener_that_heeds_no_cancellation_does_not_keep_the_worker(
     await emit(outbox, 1)
     began = time.monotonic()
     async with outbox.running(listeners=[stubborn]):
-        await asyncio.wait_for(started.wait(), 20)
-    assert time.monotonic() - began < 20
+        await asyncio.wait_for(started.wait(), PATIENCE)
+    assert time.monotonic() - began < PATIENCE
     assert watch.all(Stopped)[0].abandoned == 1
     release.set()
 
@@ -457,9 +461,9 @@ async def test_a_worker_that_is_cancelled_ends_and_gives_everything_back(make_ou
 
     await emit(outbox, 1, 2, 3)
     task = asyncio.create_task(outbox.worker([listener]))
-    await asyncio.wait_for(started.wait(), 20)
+    await asyncio.wait_for(started.wait(), PATIENCE)
     task.cancel()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE):
         await asyncio.gather(task, return_exceptions=True)
     assert task.cancelled()
     backlog = await outbox.backlog()

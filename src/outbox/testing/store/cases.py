@@ -19,7 +19,7 @@ from outbox.core.store import Claim, Store
 
 LEASE = timedelta(seconds=30)
 SHORT = timedelta(milliseconds=300)
-SOON = 15.0  # seconds within which everything that is due must have come
+SOON = 30.0  # seconds within which everything that is due must have come, on the slowest machine
 
 MakeStore = Callable[..., Store]
 
