@@ -16,13 +16,14 @@ from outbox.cli.demo.worker import Run, Worker
 from outbox.cli.exits import ExitCode, Failure
 from outbox.cli.words import count, first_line
 
-LEASE = 2.0  # seconds after which a dead worker's messages come back; in earnest it would be longer
+LEASE = 4.0  # seconds after which a dead worker's messages come back; in earnest it would be longer
 
 TOWNS = ["Bergen", "Gdansk", "Porto", "Trieste"]
 UNKNOWN_TOWN = "Atlantis"
 
 BEFORE, MEANWHILE, AFTER = range(1, 31), range(31, 51), range(51, 61)  # orders: before, during and after the kill
 BIG_ORDER = 12
+BIG = 150  # crates: packing them takes longer than a busy machine needs to notice it and kill the worker
 ROLLED_BACK, SLOW = 9, 4
 
 PATIENCE = 60.0  # seconds after which something must be wrong
@@ -156,7 +157,7 @@ def invent_orders(seed: int) -> list[Order]:
         Order(
             id=id,
             town=UNKNOWN_TOWN if id == lost else chance.choice(TOWNS),
-            crates=60 if id == BIG_ORDER else 1,
+            crates=BIG if id == BIG_ORDER else 1,
             card="declined" if id in declined else "slow" if id in slow else "good",
         )
         for id in ids
