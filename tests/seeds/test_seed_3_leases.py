@@ -339,7 +339,8 @@ async def test_what_is_held_ready_behind_a_slow_listener_is_renewed_as_well(
         await eventually(lambda: held(first, 2))
         assert starts == [0]
         async with second.running(listeners=[slow]):
-            await renewal(first)
+            for _ in range(2):  # again and again
+                await renewal(first)
             assert starts == [0]
             finish.set()
             await recorder.wait_for(Handled, 2)
@@ -351,8 +352,7 @@ async def test_a_held_claim_renews_itself_until_it_is_closed(make_outbox: MakeOu
     outbox = make_outbox()
     await queued(outbox)
     async with outbox.store.claim(1, lease=timedelta(seconds=RENEWED), destination="orders"):
-        for _ in range(2):
-            await renewal(outbox)
+        await renewal(outbox)
     [stored] = await outbox.messages()
     assert stored.leased_until is None
 
