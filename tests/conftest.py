@@ -14,7 +14,7 @@ import pytest
 pytest.register_assert_rewrite("outbox.testing")
 
 from outbox import Outbox  # noqa: E402 - after pytest was told whose assertions to explain
-from outbox.testing.servers import postgresql  # noqa: E402
+from outbox.testing.servers import PgBouncer, postgresql  # noqa: E402
 
 DATABASES = ("sqlite", "postgresql+asyncpg", "postgresql+psycopg")
 
@@ -26,6 +26,13 @@ def postgresql_url() -> Iterator[str]:
     """A real PostgreSQL for the whole run, as `postgresql://…`."""
     with postgresql() as server:
         yield server.url
+
+
+@pytest.fixture(scope="session")
+def pgbouncer(postgresql_url: str) -> Iterator[PgBouncer]:
+    """A pooler with few connections to that PostgreSQL; whoever waits too long for one is told so."""
+    with PgBouncer(postgresql_url, pool_size=3, settings={"query_wait_timeout": "30"}) as pooler:
+        yield pooler
 
 
 @pytest.fixture(params=DATABASES)
