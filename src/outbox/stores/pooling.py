@@ -29,9 +29,9 @@ _MIXED_UP = {
 
 
 def unprepared(url: URL) -> dict[str, Any]:
-    """The connect_args for an engine of our own; what its URL says comes first."""
+    """The connect_args for an engine of our own, unless its URL has settings of that kind."""
     settings = UNPREPARED.get(url.get_driver_name(), {})
-    return {name: value for name, value in settings.items() if name not in url.query}
+    return {} if settings.keys() & url.query.keys() else dict(settings)
 
 
 @contextmanager
