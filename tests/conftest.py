@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy
 
 pytest.register_assert_rewrite("outbox.testing")
 
@@ -48,6 +49,20 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 def table_name() -> str:
     """Tests share a server, never a table."""
     return f"t{os.getpid()}_{next(_numbers)}"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--sqlalchemy", help="run only on this version of SQLAlchemy, or one that begins like it")
+
+
+def pytest_report_header() -> str:
+    return f"SQLAlchemy {sqlalchemy.__version__}"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    wanted = config.getoption("--sqlalchemy")
+    if wanted and not sqlalchemy.__version__.startswith(f"{wanted}."):
+        raise pytest.UsageError(f"SQLAlchemy {wanted} is wanted, and this is {sqlalchemy.__version__}")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
