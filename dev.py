@@ -2,7 +2,8 @@
 """Commands for working on this project, on a machine that has nothing but Python.
 
     python3 dev.py demo                      show the library at work, on SQLite
-    python3 dev.py test                      all that must hold: the linters, then every test on real servers
+    python3 dev.py test                      all that must hold: the linters, then every test on real servers,
+                                             then those of the stores again on the older SQLAlchemy
     python3 dev.py test tests/unit -k name   pytest alone, with these arguments
     python3 dev.py lint                      the linters alone
     python3 dev.py bench                     measure how fast it is, beside its limits and its peers
@@ -34,6 +35,7 @@ from typing import NoReturn
 ROOT = Path(__file__).resolve().parent
 LOCK = ROOT / "requirements-test.lock"
 PEERS = ROOT / "bench/requirements.txt"
+OLDER_SQLALCHEMY = ROOT / "requirements-sqlalchemy-2.0.lock"
 OLDEST_PYTHON = (3, 11)
 
 # The pip to fetch where a machine has none; the hash makes it safe to take it from any index.
@@ -47,6 +49,7 @@ LINTERS = {
     "import-linter": ["-c", "from importlinter.cli import lint_imports_command as run; run()", "--no-logo"],
 }
 PYTEST = ["-m", "pytest"]
+ON_OLDER_SQLALCHEMY = ["tests/contract/test_stores.py", "tests/seeds/test_seed_1_emit.py"]
 
 
 def main(arguments: list[str]) -> int:
@@ -70,7 +73,9 @@ def test(arguments: list[str]) -> int:
     environment.prepare_for_tests()
     if arguments:
         return run([environment.python, *PYTEST, *arguments])
-    return run_all(environment, {**LINTERS, "pytest": PYTEST})
+    first = environment.older_sqlalchemy().relative_to(ROOT).as_posix()
+    older = ["--sqlalchemy", "2.0", "-o", f"pythonpath={first}", *ON_OLDER_SQLALCHEMY]
+    return run_all(environment, {**LINTERS, "pytest": PYTEST, "sqlalchemy 2.0": [*PYTEST, *older]})
 
 
 def lint(arguments: list[str]) -> int:
@@ -115,6 +120,18 @@ class Environment:
         self._make()
         self._once("tests", LOCK.read_bytes(), self._install_lock)
         self._once("project", self._project(), self._install_project)
+
+    def older_sqlalchemy(self) -> Path:
+        """A folder that hides the newest SQLAlchemy from whoever has it first on the path."""
+        folder = self.folder / "sqlalchemy-2.0"
+
+        def install() -> None:
+            say(f"installing what {OLDER_SQLALCHEMY.name} lays over it")
+            shutil.rmtree(folder, ignore_errors=True)
+            self._pip("--require-hashes", "--no-deps", "--target", str(folder), "--requirement", str(OLDER_SQLALCHEMY))
+
+        self._once("sqlalchemy-2.0", OLDER_SQLALCHEMY.read_bytes(), install)
+        return folder
 
     def prepare_for_demo(self) -> None:
         """Have the project and what it depends on; what the tests installed will do."""

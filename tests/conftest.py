@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy
 
 pytest.register_assert_rewrite("outbox.testing")
 
 from outbox import Outbox  # noqa: E402 - after pytest was told whose assertions to explain
-from outbox.testing.servers import postgresql  # noqa: E402
+from outbox.testing.servers import PgBouncer, postgresql  # noqa: E402
 
 DATABASES = ("sqlite", "postgresql+asyncpg", "postgresql+psycopg")
 
@@ -26,6 +27,13 @@ def postgresql_url() -> Iterator[str]:
     """A real PostgreSQL for the whole run, as `postgresql://…`."""
     with postgresql() as server:
         yield server.url
+
+
+@pytest.fixture(scope="session")
+def pgbouncer(postgresql_url: str) -> Iterator[PgBouncer]:
+    """A pooler with few connections to that PostgreSQL; whoever waits too long for one is told so."""
+    with PgBouncer(postgresql_url, pool_size=3, settings={"query_wait_timeout": "30"}) as pooler:
+        yield pooler
 
 
 @pytest.fixture(params=DATABASES)
@@ -41,6 +49,20 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 def table_name() -> str:
     """Tests share a server, never a table."""
     return f"t{os.getpid()}_{next(_numbers)}"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--sqlalchemy", help="run only on this version of SQLAlchemy, or one that begins like it")
+
+
+def pytest_report_header() -> str:
+    return f"SQLAlchemy {sqlalchemy.__version__}"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    wanted = config.getoption("--sqlalchemy")
+    if wanted and not sqlalchemy.__version__.startswith(f"{wanted}."):
+        raise pytest.UsageError(f"SQLAlchemy {wanted} is wanted, and this is {sqlalchemy.__version__}")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import io
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -30,6 +31,7 @@ from .output import ANYTHING, IDS, difference, matches
 from .pages import Block, Page
 
 PLACEHOLDER = "postgresql+asyncpg://user:password@localhost/orders"
+POOLED = "postgresql+asyncpg://user:password@localhost:6432/orders"
 PATIENCE = 120.0  # seconds for anything that a page waits for
 
 
@@ -66,7 +68,7 @@ class Run:
         """Run a block; the one behind it may be what it prints."""
         if block.exempted_because is not None:
             return
-        text = block.text.replace(PLACEHOLDER, self._postgresql_url or PLACEHOLDER)
+        text = re.sub(f"{re.escape(PLACEHOLDER)}|{re.escape(POOLED)}", self._postgresql_url or PLACEHOLDER, block.text)
         if block.file_name is not None:
             Path(block.file_name).write_text(text)
         elif block.language == "python":

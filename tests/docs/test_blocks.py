@@ -13,8 +13,10 @@ from urllib.parse import urlsplit, urlunsplit
 import psycopg
 import pytest
 
+from outbox.testing.servers import PgBouncer
+
 from .pages import all_pages
-from .run_page import PLACEHOLDER
+from .run_page import PLACEHOLDER, POOLED
 
 RUN = ("python", "console", "text")  # a text block shows what the Python block before it prints
 DRAWN = ("",)  # pictures, in no language
@@ -34,12 +36,22 @@ def database(postgresql_url: str) -> Iterator[str]:
         connection.execute(f"DROP DATABASE {name} WITH (FORCE)")
 
 
+@pytest.fixture
+def pooled(database: str) -> Iterator[str]:
+    """The same behind a pooler."""
+    with PgBouncer(database) as pooler:
+        yield pooler.url.replace("postgresql", "postgresql+asyncpg", 1)
+
+
 @pytest.mark.parametrize("name", PAGES)
 def test_every_block_of_the_page_runs_and_prints_what_the_page_shows(
     name: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    url = request.getfixturevalue("database") if PLACEHOLDER in PAGES[name].text else ""
-    run(PAGES[name].path, tmp_path, url)
+    wanted = [
+        fixture for word, fixture in {PLACEHOLDER: "database", POOLED: "pooled"}.items() if word in PAGES[name].text
+    ]
+    urls = [request.getfixturevalue(fixture) for fixture in wanted]
+    run(PAGES[name].path, tmp_path, *urls)
 
 
 def test_the_example_of_the_readme_runs_on_postgresql_with_nothing_but_another_url(

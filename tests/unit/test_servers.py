@@ -18,7 +18,7 @@ import pytest
 from outbox.testing import debian
 from outbox.testing.ladder import Absent, find, from_wheel, installed, kept
 from outbox.testing.programs import Programs, account
-from outbox.testing.servers import GivenServer, PostgreSQL, ServerFailed, ServerMissing, postgresql
+from outbox.testing.servers import GivenServer, PgBouncer, PostgreSQL, ServerFailed, ServerMissing, postgresql
 
 LONG = 60.0  # seconds after which a test is lost
 
@@ -255,3 +255,42 @@ def test_a_server_ends_with_the_process_that_started_it(ending: signal.Signals, 
     wait_until_empty(reachable)
     with pytest.raises(psycopg.OperationalError):
         ask(url, "SELECT 1")
+
+
+# A pooler
+
+
+def test_a_pooler_shares_its_connections_and_starts_again_after_a_crash(postgresql_url: str, reachable: Path) -> None:
+    with PgBouncer(postgresql_url, pool_size=2) as pooler:
+        process = "SELECT pg_backend_pid()"
+        with psycopg.connect(pooler.url) as first, psycopg.connect(pooler.url) as second:
+            served = [first.execute(process).fetchone(), second.execute(process).fetchone()]
+            first.rollback()
+            with psycopg.connect(pooler.url) as third:  # takes what the first one had
+                served.append(third.execute(process).fetchone())
+        assert served[0] != served[1] and served[2] == served[0]
+        pooler.kill()
+        with pytest.raises(psycopg.OperationalError):
+            ask(pooler.url, "SELECT 1")
+        pooler.start()
+        assert ask(pooler.url, "SELECT 1") == 1
+        pooler.stop()
+        pooler.start()
+        assert ask(pooler.url, "SELECT 1") == 1
+    wait_until_empty(reachable)
+
+
+def test_without_a_pooler_the_error_names_all_that_was_tried_and_what_to_install(postgresql_url: str) -> None:
+    with pytest.raises(ServerMissing) as raised:
+        PgBouncer(postgresql_url, ladder=[installed("no-such-program", folders="/no/such/folder")])
+    assert str(raised.value).splitlines() == [
+        "no PgBouncer for the tests:",
+        "  - installed: neither /no/such/folder nor the PATH has no-such-program",
+        "Install PgBouncer (Debian, Ubuntu: apt-get install pgbouncer)",
+    ]
+
+
+def test_a_pooler_that_cannot_start_says_why(postgresql_url: str, reachable: Path) -> None:
+    with pytest.raises(ServerFailed, match="nonsense"):
+        PgBouncer(postgresql_url, settings={"pool_mode": "nonsense"}).__enter__()
+    wait_until_empty(reachable)

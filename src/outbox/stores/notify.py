@@ -4,6 +4,9 @@ A transaction that notifies takes one lock of the whole server when it commits, 
 So NOTIFY never runs in the caller's transaction: it goes out after the commit, from a connection of ours, at most once
 in a moment, and only if somebody sleeps. Whoever sleeps says so in the state table. Losing a wake-up costs time, never
 a message: everybody polls.
+
+A connection that a pooler lends out for each transaction cannot listen: its server would go on to tell strangers. So
+nobody listens through a pooler.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import ARRAY, Connection, String, bindparam, column, func, literal, select, text, update
+from sqlalchemy import Connection, String, func, literal, select, text, update
 
 from outbox.core.pace import Pace
 from outbox.stores.tables import NOT_ROUTED
@@ -48,6 +51,7 @@ class Notifier:
         self._listening: asyncio.Task[None] | None = None
         self._asleep_until = 0.0
         self._warm = False  # whether a notification went out before, so that a connection is there
+        self._deaf = False  # whether a pooler stands between here and the server
 
     def notify(self, destinations: Iterable[str | None]) -> None:
         """Wake other processes soon. Where no event loop runs nobody is told, and the sleepers' polls find it."""
@@ -68,7 +72,7 @@ class Notifier:
             return
         if self._listening is None or self._listening.done():
             self._listening = loop.create_task(self._listen(), name="outbox listen")
-        if self._asleep_until < loop.time() + longest:
+        if not self._deaf and self._asleep_until < loop.time() + longest:
             nap = max(NAP, 2 * longest)
             self._asleep_until = loop.time() + nap
             with suppress(Exception):  # a wake-up is a hint, and drivers throw what they like
@@ -115,10 +119,11 @@ class Notifier:
 
     def _send(self, connection: Connection, destinations: list[str]) -> None:
         state = self._store.tables.state
-        names = func.unnest(bindparam("destinations", type_=ARRAY(String))).table_valued(column("name", String))
+        names = self._store.records("destinations", {"name": String}).alias("names")
         asleep = select(state.c.id).where(state.c.asleep_until > func.now()).exists()
         statement = select(func.pg_notify(self._channel, names.c.name)).select_from(names).where(asleep)
-        connection.execute(statement, {"destinations": destinations}).all()
+        rows = self._store.json([{"name": name} for name in destinations])
+        connection.execute(statement, {"destinations": rows}).all()
 
     def _say_asleep(self, connection: Connection, nap: float) -> None:
         state = self._store.tables.state
@@ -134,7 +139,8 @@ class Notifier:
             try:
                 connection = await self._connected()
                 try:
-                    await self._hear(connection, again)
+                    if not await self._behind_a_pooler(connection):
+                        await self._hear(connection, again)
                 finally:
                     await _closed(connection)
             except Exception as error:  # noqa: BLE001 - whatever it is, polling goes on
@@ -160,6 +166,19 @@ class Notifier:
             if connecting.done() and not connecting.cancelled() and connecting.exception() is None:
                 await _closed(connecting.result())
             raise
+
+    async def _behind_a_pooler(self, connection: AsyncConnection) -> bool:
+        """Whether the server was reached by way of a pooler: the process that greeted us is not the one that answers.
+
+        Asking leaves no trace, whereas a LISTEN to try it out would stay on a connection that others use.
+        """
+        raw: Any = (await connection.get_raw_connection()).driver_connection
+        greeted = raw.get_server_pid() if hasattr(raw, "get_server_pid") else raw.info.backend_pid
+        pooled: bool = greeted != await connection.scalar(select(func.pg_backend_pid()))
+        if pooled and not self._deaf:
+            logger.info("wake-ups do not come through the pooler in front of the database: polling instead")
+        self._deaf = pooled
+        return pooled
 
     async def _hear(self, connection: AsyncConnection, again: Pace) -> None:
         """Ring the store's bells until the connection ends. asyncpg calls back, psycopg is asked."""

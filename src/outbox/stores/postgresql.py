@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from sqlalchemy import (
     ARRAY,
+    URL,
     BigInteger,
     ColumnElement,
     Connection,
@@ -34,6 +35,7 @@ from sqlalchemy import (
     literal_column,
     not_,
     select,
+    table,
     text,
 )
 from sqlalchemy.dialects.postgresql import JSON, REGCLASS
@@ -48,6 +50,7 @@ from outbox.core.store import Rows
 from outbox.stores.claims import BURIAL
 from outbox.stores.heads import Head
 from outbox.stores.notify import Notifier
+from outbox.stores.pooling import explained, unprepared
 from outbox.stores.sql import SqlStore
 from outbox.stores.tables import MESSAGE_COLUMNS, Tables
 
@@ -56,6 +59,10 @@ Result = TypeVar("Result")
 GOODBYE = 5.0  # seconds for closing connections
 
 _SECOND: ColumnElement[Any] = literal_column("interval '1 second'")
+_CLASSES = table(
+    "pg_class", column("oid"), column("relname"), column("relnamespace"), column("xmin"), schema="pg_catalog"
+)
+_SCHEMAS = table("pg_namespace", column("oid"), column("nspname"), schema="pg_catalog")
 
 
 class PostgresqlStore(SqlStore):
@@ -63,6 +70,10 @@ class PostgresqlStore(SqlStore):
 
     async_drivers = ("asyncpg", "psycopg")
     sync_drivers = ("psycopg", "psycopg2")
+
+    @classmethod
+    def connect_args(cls, url: URL) -> dict[str, Any]:
+        return unprepared(url)
 
     def __init__(self, tables: Tables, engine: AsyncEngine | None, clean_up_after: Retention) -> None:
         super().__init__(tables, clean_up_after)
@@ -92,14 +103,20 @@ class PostgresqlStore(SqlStore):
         return AsyncEngine(spare(self._given.sync_engine))
 
     async def _transact(self, work: Callable[[Connection], Result]) -> Result:
-        async with (await self._own()).transactions.begin() as connection:
-            return await connection.run_sync(work)
+        with explained(self._driver):
+            async with (await self._own()).transactions.begin() as connection:
+                return await connection.run_sync(work)
 
     async def _apply(self, work: Callable[[Connection], Result]) -> Result:
-        async with (await self._own()).statements.connect() as connection:
-            return await connection.run_sync(work)
+        with explained(self._driver):
+            async with (await self._own()).statements.connect() as connection:
+                return await connection.run_sync(work)
 
     _look = _apply
+
+    @property
+    def _driver(self) -> str:
+        return "" if self._given is None else self._given.dialect.driver
 
     async def close(self) -> None:
         await self._notifier.close()
@@ -111,12 +128,19 @@ class PostgresqlStore(SqlStore):
     # The caller's connection.
 
     def write(self, connection: Connection, statement: Executable, rows: Rows | None = None) -> int:
-        if connection.engine.pool not in self._prepared:
-            self._prepare(connection)
-        return self.execute(connection, statement, rows)
+        with explained(connection.dialect.driver):
+            if connection.engine.pool not in self._prepared:
+                self._prepare(connection)
+            return self.execute(connection, statement, rows)
 
     def _prepare(self, callers: Connection) -> None:
-        """Make the tables on a connection beside the caller's: DDL could abort the caller's transaction."""
+        """Make missing tables on a connection beside the caller's: DDL could abort the caller's transaction.
+
+        Where nothing is missing none is opened: a pooler whose callers all wait for one more connection has none left.
+        """
+        if self._settled(callers):
+            self._prepared.add(callers.engine.pool)
+            return
         own = spare(callers.engine)
         try:
             with own.begin() as connection:
@@ -127,6 +151,18 @@ class PostgresqlStore(SqlStore):
             self._prepared.add(callers.engine.pool)
         finally:
             own.dispose()
+
+    def _settled(self, connection: Connection) -> bool:
+        """Whether the tables are there, and not by this connection's own transaction, which may yet roll back."""
+        names = [each.name for each in self.tables.metadata.sorted_tables]
+        schema = select(_SCHEMAS.c.oid).where(_SCHEMAS.c.nspname == self.messages.schema).scalar_subquery()
+        visible: ColumnElement[bool] = func.pg_table_is_visible(_CLASSES.c.oid)
+        found = select(func.count()).where(
+            _CLASSES.c.relname.in_(names),
+            visible if self.messages.schema is None else _CLASSES.c.relnamespace == schema,
+            func.age(_CLASSES.c.xmin) > 0,
+        )
+        return connection.scalar(found) == len(names)
 
     def create(self, connection: Connection) -> None:
         if self.missing(connection):  # a role that may not create is fine when there is nothing to create
@@ -168,10 +204,11 @@ class PostgresqlStore(SqlStore):
         return cast(func.extract("epoch", moment - func.now()), Float)
 
     def among(self, column: ColumnElement[Any], name: str) -> ColumnElement[bool]:
-        return column == any_(bindparam(name, type_=ARRAY(BigInteger)))
+        # As text: asyncpg would have to ask each new connection what a list is, and switches a session's jit for that.
+        return column == any_(cast(bindparam(name, type_=Text), ARRAY(BigInteger)))
 
     def listed(self, values: Sequence[Any]) -> Any:
-        return list(values)
+        return "{" + ",".join(map(str, values)) + "}"
 
     def records(self, name: str, columns: Mapping[str, type[TypeEngine[Any]]]) -> FromClause:
         typed = [column(column_name, column_type) for column_name, column_type in columns.items()]

@@ -72,11 +72,16 @@ class SqlStore(Spelling):
     @classmethod
     def make_engine(cls, url: URL) -> AsyncEngine:
         # Error texts go to logs: the parameters of a statement are somebody's data.
-        return create_async_engine(url, hide_parameters=True, pool_pre_ping=True)
+        return create_async_engine(url, hide_parameters=True, pool_pre_ping=True, connect_args=cls.connect_args(url))
 
     @classmethod
     def make_sync_engine(cls, url: URL) -> Engine:
-        return create_engine(url, hide_parameters=True, pool_pre_ping=True)
+        return create_engine(url, hide_parameters=True, pool_pre_ping=True, connect_args=cls.connect_args(url))
+
+    @classmethod
+    def connect_args(cls, url: URL) -> dict[str, Any]:
+        """What the driver is told when an engine of our own connects."""
+        return {}
 
     @classmethod
     def safe_engine(cls, given: AsyncEngine) -> AsyncEngine:
