@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import sqlalchemy
 
-pytest.register_assert_rewrite("outbox.testing")
+pytest.register_assert_rewrite(
+    "outbox.testing.store", "outbox.testing.store_contract", "outbox.testing.transport_contract"
+)
 
 from outbox import Outbox  # noqa: E402 - after pytest was told whose assertions to explain
 from outbox.testing.servers import PgBouncer, postgresql  # noqa: E402

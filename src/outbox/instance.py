@@ -380,42 +380,45 @@ class Outbox:
         return listener.lease_time or self.settings.duration("lease")
 
     def _relays(self, transport: Transport, relay: bool) -> list[Relay]:
-        settings, store = self.settings, self.store
-        look = settings.seconds_between_looks
-        relays = [
-            self._relay(
-                Cleanup(
-                    store,
-                    clean_up_after=settings.clean_up_after,
-                    inbox_retention=settings.inbox_retention,
-                    observe=self._observe,
-                ),
-                asyncio.sleep,
-                look * CLEAN_UP_EVERY,
-                "cleanup",
-            )
-        ]
+        look = self.settings.seconds_between_looks
+        relays = [self._relay(self._cleanup(), asyncio.sleep, look * CLEAN_UP_EVERY, "cleanup")]
         if isinstance(transport, DatabaseTransport):
-            router = Router(
-                store,
-                transport,
-                batch_size=settings.batch_size,
-                patience=look,
-                unroutable=settings.unroutable,
-                observe=self._observe,
-            )
+            router = self._router(transport)
             relays.append(self._relay(router, router.wait, look, "relay"))
         elif relay:
-            publisher = Publisher(
-                store,
-                transport,
-                batch_size=settings.batch_size,
-                lease=settings.duration("lease"),
-                retry_policy=settings.policy("relay_retry_delays"),
-                observe=self._observe,
-            )
-            relays.append(self._relay(publisher, store.wait, look, "relay"))
+            relays.append(self._relay(self._publisher(transport), self.store.wait, look, "relay"))
         return relays
+
+    def _cleanup(self) -> Cleanup:
+        settings = self.settings
+        return Cleanup(
+            self.store,
+            clean_up_after=settings.clean_up_after,
+            inbox_retention=settings.inbox_retention,
+            observe=self._observe,
+        )
+
+    def _router(self, transport: DatabaseTransport) -> Router:
+        settings = self.settings
+        return Router(
+            self.store,
+            transport,
+            batch_size=settings.batch_size,
+            patience=settings.seconds_between_looks,
+            unroutable=settings.unroutable,
+            observe=self._observe,
+        )
+
+    def _publisher(self, transport: Transport) -> Publisher:
+        settings = self.settings
+        return Publisher(
+            self.store,
+            transport,
+            batch_size=settings.batch_size,
+            lease=settings.duration("lease"),
+            retry_policy=settings.policy("relay_retry_delays"),
+            observe=self._observe,
+        )
 
     def _relay(self, work: Round, wait: Callable[[float], Awaitable[None]], longest: float, name: str) -> Relay:
         return Relay(work, wait=wait, poll_interval=longest, observe=self._observe, name=name)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from outbox.core.events import Event, Observer
 
@@ -22,3 +23,12 @@ class Observers:
                 observer(event)
             except Exception:
                 logger.exception("the observer %r failed", observer)
+
+    @contextmanager
+    def joined_by(self, observer: Observer) -> Iterator[None]:
+        """Let one more hear what happens within this block."""
+        self._observers = (*self._observers, observer)
+        try:
+            yield
+        finally:
+            self._observers = tuple(each for each in self._observers if each is not observer)

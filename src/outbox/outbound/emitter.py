@@ -18,6 +18,7 @@ from outbox.core.events import Emitted, Observer
 from outbox.core.message import Message, Schedule, check, check_timer_id
 from outbox.core.store import Store
 from outbox.outbound.commits import after_commit
+from outbox.outbound.written import note
 
 AnySession = AsyncSession | AsyncConnection | Session | Connection
 Result = TypeVar("Result")
@@ -88,6 +89,7 @@ class Emitter:
         written = store.write(connection, statement, rows)
         if schedule.timer_id is not None and not written:
             return False
+        note(connection, store, messages, schedule)
         after_commit(session, lambda: store.announce(None))
         self._observe(Emitted(messages))
         return True

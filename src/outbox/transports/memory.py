@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import heapq
 import itertools
+import time
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Self, assert_never
@@ -44,13 +47,11 @@ class MemoryTransport:
 
     async def close(self) -> None:
         """Messages stay, to be consumed by the next worker of this process."""
-        for queue in self._queues.values():
-            queue.stop_timers()
 
     async def publish(self, messages: Sequence[Message]) -> Published:
         bindings = Bindings(self._bindings)
         refused = {}
-        for message in messages:
+        for message in tuple(messages):  # they may be those of `published`
             queues = bindings.queues(message.routing_key)
             if not queues:
                 refused[message.id] = Refusal(f"no queue is bound to {message.routing_key!r}")
@@ -70,9 +71,21 @@ class MemoryTransport:
         """A fresh attempt at the end of a queue."""
         self._queues[queue].put(Attempt(message, 1, next(self._ids)))
 
-    def waiting(self, queue: str) -> int:
-        """How many messages lie in a queue, delayed ones included, those in a worker's hands not."""
-        return self._queues[queue].waiting()
+    def waiting(self, queue: str | None = None) -> int:
+        """How many messages lie in a queue or in all, delayed ones included, those in a worker's hands not."""
+        queues = self._queues.values() if queue is None else [self._queues[queue]]
+        return sum(each.waiting() for each in queues)
+
+    def until_next_due(self, queues: Collection[str]) -> timedelta | None:
+        """How long until the first delayed message of these queues is due; none if nothing is delayed."""
+        moments = [due for queue in queues if (due := self._queues[queue].next_due()) is not None]
+        return timedelta(seconds=max(0.0, min(moments) - time.monotonic())) if moments else None
+
+    def advance(self, by: timedelta) -> None:
+        """Let time pass for everything that lies here: all of it is that much older."""
+        for queue in self._queues.values():
+            queue.age(by)
+        self.dead_letters.age(by)
 
 
 class MemoryDelivery:
@@ -128,17 +141,21 @@ class MemoryDeliveries:
         return self
 
     async def __anext__(self) -> MemoryDelivery:
-        while True:
-            now = datetime.now(UTC)
-            while self._unsettled < self._prefetch and self._queue.ready:
-                attempt = self._queue.ready.popleft()
-                self._unsettled += 1
-                delivery = MemoryDelivery(attempt, self._queue_name, self._queue, self)
-                expires_at = attempt.message.expires_at
-                if expires_at is None or expires_at > now:
-                    return delivery
-                delivery.settle(Dead(Reason.EXPIRED))
+        while (delivery := self.take()) is None:
             await self._queue.change()
+        return delivery
+
+    def take(self) -> MemoryDelivery | None:
+        """The next delivery, if one is due and may be taken."""
+        now = datetime.now(UTC)
+        while self._unsettled < self._prefetch and (attempt := self._queue.take()) is not None:
+            self._unsettled += 1
+            delivery = MemoryDelivery(attempt, self._queue_name, self._queue, self)
+            expires_at = attempt.message.expires_at
+            if expires_at is None or expires_at > now:
+                return delivery
+            delivery.settle(Dead(Reason.EXPIRED))
+        return None
 
     async def aclose(self) -> None:
         """Nothing is taken ahead, so there is nothing to give back."""
@@ -151,35 +168,38 @@ class MemoryDeliveries:
 class _Queue:
     def __init__(self, transport: MemoryTransport) -> None:
         self.transport = transport
-        self.ready: deque[Attempt] = deque()
-        self._delayed: dict[asyncio.TimerHandle, Attempt] = {}
+        self._ready: deque[Attempt] = deque()
+        self._delayed: list[tuple[float, int, Attempt]] = []  # a heap: when it is due, a number, the attempt
+        self._numbers = itertools.count()
         self._waiters: set[asyncio.Future[None]] = set()
 
     def put(self, attempt: Attempt) -> None:
-        self.ready.append(attempt)
+        self._ready.append(attempt)
         self.changed()
 
     def put_back(self, attempt: Attempt) -> None:
-        self.ready.appendleft(attempt)
+        self._ready.appendleft(attempt)
         self.changed()
 
     def put_later(self, attempt: Attempt, delay: timedelta) -> None:
-        def due() -> None:
-            del self._delayed[handle]
-            self.put(attempt)
+        heapq.heappush(self._delayed, (time.monotonic() + delay.total_seconds(), next(self._numbers), attempt))
+        self.changed()
 
-        handle = asyncio.get_running_loop().call_later(delay.total_seconds(), due)
-        self._delayed[handle] = attempt
+    def take(self) -> Attempt | None:
+        self._ripen()
+        return self._ready.popleft() if self._ready else None
 
-    def stop_timers(self) -> None:
-        """Delays belong to the loop that counts them: what is delayed when it ends is due at once in the next."""
-        for handle, attempt in self._delayed.items():
-            handle.cancel()
-            self.ready.append(attempt)
-        self._delayed.clear()
+    def next_due(self) -> float | None:
+        return self._delayed[0][0] if self._delayed else None
+
+    def age(self, by: timedelta) -> None:
+        self._ready = deque(_older(attempt, by) for attempt in self._ready)
+        seconds = by.total_seconds()
+        self._delayed = [(due - seconds, number, _older(attempt, by)) for due, number, attempt in self._delayed]
+        self.changed()
 
     def waiting(self) -> int:
-        return len(self.ready) + len(self._delayed)
+        return len(self._ready) + len(self._delayed)
 
     def changed(self) -> None:
         for waiter in self._waiters:
@@ -187,12 +207,31 @@ class _Queue:
                 waiter.set_result(None)
 
     async def change(self) -> None:
+        """Wait until something was put or settled, or the next delay is over."""
+        if self._ripen():
+            return
+        due = self.next_due()
         waiter = asyncio.get_running_loop().create_future()
         self._waiters.add(waiter)
         try:
-            await waiter
+            with suppress(TimeoutError):
+                async with asyncio.timeout(None if due is None else due - time.monotonic()):
+                    await waiter
         finally:
             self._waiters.discard(waiter)
+
+    def _ripen(self) -> bool:
+        """Let what is due again join the queue; says whether anything did."""
+        before = len(self._ready)
+        while self._delayed and self._delayed[0][0] <= time.monotonic():
+            self._ready.append(heapq.heappop(self._delayed)[2])
+        return len(self._ready) > before
+
+
+def _older(attempt: Attempt, by: timedelta) -> Attempt:
+    message = attempt.message
+    expires_at = message.expires_at and message.expires_at - by
+    return replace(attempt, message=replace(message, created_at=message.created_at - by, expires_at=expires_at))
 
 
 class MemoryDeadLetters:
@@ -217,6 +256,10 @@ class MemoryDeadLetters:
             died_at=datetime.now(UTC),
         )
         self._letters[letter.id] = letter
+
+    def age(self, by: timedelta) -> None:
+        """Let time pass since each of them died."""
+        self._letters = {id: replace(each, died_at=each.died_at - by) for id, each in self._letters.items()}
 
     async def list(
         self,

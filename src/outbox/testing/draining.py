@@ -1,0 +1,243 @@
+"""Draining: relays and runs listeners, one message after another, until nothing is left. Delays pass at once."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Collection, Sequence
+from contextlib import AsyncExitStack
+from datetime import timedelta
+
+from outbox.core.cancellation import ABANDONED
+from outbox.core.dead_letter import DeadLetter, DeadLetters
+from outbox.core.durations import NO_DELAY, Seconds, as_delay
+from outbox.core.errors import ConfigurationError
+from outbox.core.listener import Listener, check_listeners
+from outbox.core.transport import Delivery, Transport
+from outbox.inbound.threads import Threads
+from outbox.inbound.worker import LAST_WORDS
+from outbox.instance import Outbox
+from outbox.outbound.relay import Round
+from outbox.testing.clock import advance
+from outbox.testing.report import Drained, NotDrained, Tally
+from outbox.testing.sources import MemorySource, Rest, Source, StoreSource
+from outbox.testing.sql import may_write, sql_store
+from outbox.transports.database import DatabaseTransport
+from outbox.transports.memory import MemoryTransport
+
+AT_MOST = 1000  # attempts
+WITHIN = 60.0  # seconds of real time
+MOMENT = timedelta(milliseconds=1)  # added to the next delay, because databases round
+PAGE = 500  # dead letters
+
+
+async def drain(
+    outbox: Outbox,
+    listeners: Sequence[Listener] = (),
+    *,
+    raise_errors: bool = False,  # raise the first exception of a listener instead of going on
+    ahead: Seconds | None = None,  # how far the clock may be moved; none: as far as it takes
+    at_most: int = AT_MOST,  # attempts, after which there seems to be no end
+    within: float = WITHIN,  # seconds of real time, likewise
+) -> Drained:
+    """Do what relays and workers would do, until nothing is left; the clock is moved, nobody waits."""
+    transport = outbox.transport
+    _check(transport, listeners)
+    tally = Tally()
+    async with AsyncExitStack() as stack:
+        stack.enter_context(outbox._observe.joined_by(tally))
+        if outbox.engines.configured:
+            outbox._runs += 1
+            stack.push_async_callback(outbox._close_store)
+            await may_write(outbox.store)
+            await outbox._open_store(transport)
+        stack.push_async_callback(transport.close)
+        await transport.open()
+        if listeners:
+            await transport.declare(listeners)
+        threads = Threads(max(1, len(listeners)))
+        stack.callback(threads.shutdown)
+        draining = Draining(outbox, listeners, threads, tally, at_most=at_most, within=within)
+        return await draining.run(raise_errors, None if ahead is None else as_delay(ahead, what="ahead"))
+
+
+class Draining:
+    """One call of `drain`."""
+
+    def __init__(
+        self,
+        outbox: Outbox,
+        listeners: Sequence[Listener],
+        threads: Threads,
+        tally: Tally,
+        *,
+        at_most: int,
+        within: float,
+    ) -> None:
+        transport = outbox.transport
+        self._outbox = outbox
+        self._handlings = {listener: outbox._handling(listener, threads) for listener in listeners}
+        self._queues = [listener.queue for listener in listeners]
+        self._tally = tally
+        self._at_most = at_most
+        self._within = within
+        self._until = time.monotonic() + within
+        self._taken = 0
+        self._passed = NO_DELAY
+        self._buried: dict[DeadLetters, int] = {}
+        self._memory = transport if isinstance(transport, MemoryTransport) else None
+        self._rest: Rest | None = None
+        self._rounds: list[Round] = []
+        if outbox.engines.configured:
+            self._rest = Rest(sql_store(outbox.store), self._queues)
+            self._rounds = [outbox._cleanup(), _forwarding(outbox, transport)]
+
+    async def run(self, raise_errors: bool, ahead: timedelta | None) -> Drained:
+        """Do everything that is due, then move the clock to what is due next, until there is no next."""
+        self._buried = {dead_letters: await _last_id(dead_letters) for dead_letters in self._dead_letters()}
+        while True:
+            await self._everything_due(raise_errors)
+            pause = await self._until_next_due()
+            if pause is None or (ahead is not None and self._passed + pause > ahead):
+                return await self._drained()
+            self._check_limits()
+            if pause:
+                await advance(self._outbox, pause + MOMENT)
+                self._passed += pause + MOMENT
+
+    async def _everything_due(self, raise_errors: bool) -> None:
+        busy = True
+        while busy:
+            busy = False
+            for forward in self._rounds:
+                while await forward.round():
+                    busy = True
+                    self._check_limits()
+            for listener in self._handlings:
+                while await self._one(listener, raise_errors):
+                    busy = True
+
+    async def _one(self, listener: Listener, raise_errors: bool) -> bool:
+        """Handle one delivery, if there is one."""
+        failures = len(self._tally.errors)
+        async with self._source().taken(listener) as delivery:
+            if delivery is None:
+                return False
+            self._check_limits()
+            await self._handle(listener, delivery)
+        if raise_errors and len(self._tally.errors) > failures:
+            raise self._tally.errors[failures]
+        return True
+
+    def _source(self) -> Source:
+        return MemorySource(self._memory) if self._memory is not None else StoreSource(sql_store(self._outbox.store))
+
+    async def _handle(self, listener: Listener, delivery: Delivery) -> None:
+        """Run the listener in a task of its own, as a worker does."""
+        self._taken += 1
+        handling = asyncio.create_task(self._handlings[listener].handle(delivery))
+        try:
+            await asyncio.wait([handling], timeout=self._seconds_left())
+        finally:
+            if not handling.done():
+                handling.cancel(ABANDONED)
+                await asyncio.wait([handling], timeout=LAST_WORDS)
+        if handling.cancelled() or not handling.done():
+            raise self._not_drained(f"the listener of {listener.queue!r} did not end within {self._within:g} s")
+        handling.result()
+
+    async def _until_next_due(self) -> timedelta | None:
+        pauses: list[timedelta | None] = []
+        if self._rest is not None:
+            pauses.append(await self._rest.until_next_due(self._unroutable()))
+        if self._memory is not None:
+            pauses.append(self._memory.until_next_due(self._queues))
+        return min((pause for pause in pauses if pause is not None), default=None)
+
+    def _unroutable(self) -> Collection[str]:
+        """Messages that no binding matches, where the store does not know it."""
+        return self._tally.refused if self._memory is not None else ()
+
+    def _check_limits(self) -> None:
+        attempts = self._taken + (0 if self._memory is not None else self._tally.refusals)
+        if attempts >= self._at_most:
+            raise self._not_drained(f"{attempts} attempts were made and there is more to do")
+        if not self._seconds_left():
+            raise self._not_drained(f"there is more to do after {self._within:g} s")
+
+    def _seconds_left(self) -> float:
+        return max(0.0, self._until - time.monotonic())
+
+    def _not_drained(self, what: str) -> NotDrained:
+        tally = self._tally
+        error = NotDrained(
+            f"{what}; {tally.most_tried()}. Give listeners retry_delays that end, or let drain() go on for longer with "
+            "at_most= or within=",
+            Drained(
+                handled=tally.handled,
+                retried=tally.retried,
+                dead=tally.dead,
+                passed=self._passed,
+                errors=tuple(tally.errors),
+                attempts=tuple(tally.attempts),
+            ),
+        )
+        error.__cause__ = tally.trouble
+        return error
+
+    async def _drained(self) -> Drained:
+        tally, transport = self._tally, self._outbox.transport
+        unroutable = left = 0
+        if self._rest is not None:
+            unroutable, left = await self._rest.count(self._unroutable())
+        if self._memory is not None:
+            left += self._memory.waiting()
+        dead = [letter for each, last in self._buried.items() async for letter in _behind(each, last)]
+        return Drained(
+            handled=tally.handled,
+            retried=tally.retried,
+            dead=len(dead),
+            unroutable=unroutable,
+            sent=0 if transport.features.consumes else tally.sent,
+            left=left,
+            passed=self._passed,
+            errors=tuple(tally.errors),
+            attempts=tuple(tally.attempts),
+            dead_letters=tuple(dead),
+        )
+
+    def _dead_letters(self) -> list[DeadLetters]:
+        """Those of the relay, and those of queues."""
+        found: list[DeadLetters] = [] if self._rest is None else [self._outbox.store.dead_letters]
+        of_queues = self._outbox.transport.dead_letters
+        return found if of_queues is None or of_queues in found else [*found, of_queues]
+
+
+def _check(transport: Transport, listeners: Sequence[Listener]) -> None:
+    if listeners:
+        check_listeners(listeners)
+    if transport.features.consumes and not isinstance(transport, DatabaseTransport | MemoryTransport):
+        raise ConfigurationError(
+            f"the transport {transport.name!r} keeps a time of its own, which nobody can move: drain an outbox without "
+            'a transport, or with transport="memory://"'
+        )
+
+
+def _forwarding(outbox: Outbox, transport: Transport) -> Round:
+    """What takes messages out of the outbox: into queues of the store, or to the transport."""
+    return outbox._router(transport) if isinstance(transport, DatabaseTransport) else outbox._publisher(transport)
+
+
+async def _last_id(dead_letters: DeadLetters) -> int:
+    last = 0
+    async for letter in _behind(dead_letters, last):
+        last = letter.id
+    return last
+
+
+async def _behind(dead_letters: DeadLetters, last: int) -> AsyncIterator[DeadLetter]:
+    """The dead letters with a greater id."""
+    while page := await dead_letters.list(limit=PAGE, after=last):
+        for letter in page:
+            yield letter
+        last = page[-1].id

@@ -1,0 +1,116 @@
+"""Emission: a message as a test speaks of it, and those that a transaction has emitted before it commits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from inspect import Parameter
+from typing import Any
+
+from sqlalchemy import Connection, select
+from sqlalchemy.orm import Session
+
+from outbox.core import body as bodies
+from outbox.core.durations import NO_DELAY, Eta, Seconds, as_due, as_lifetime
+from outbox.core.message import Message
+from outbox.outbound.emitter import AnySession, in_session, plain
+from outbox.outbound.written import Writing, written
+from outbox.stores.rows import as_message
+from outbox.testing.sql import sql_store
+
+_MOST_IDS = 500  # in one statement
+
+_decode = bodies.decoder(Parameter.empty)
+
+
+@dataclass(frozen=True, slots=True)
+class Emission:
+    """What `emit` was given, in one spelling.
+
+    A body is what a listener without an annotation would get: `Order(id=1)` and `{"id": 1}` are the same. A delay is a
+    timedelta, and `eta=60_000` is a minute.
+    """
+
+    routing_key: str
+    body: Any
+    _: KW_ONLY
+    key: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+    eta: Eta | None = None
+    expiration: Seconds | None = None
+    timer_id: str | None = None
+    content_type: str = ""  # default: that of the body
+    message: Message | None = field(default=None, repr=False, compare=False)  # with its id and tracking ids
+
+    def __post_init__(self) -> None:
+        body, content_type = bodies.encode(self.body, self.routing_key)
+        due = as_due(self.eta)
+        self._set("body", _decode(body))
+        self._set("content_type", self.content_type or content_type)
+        self._set("headers", dict(self.headers))
+        self._set("eta", None if due == NO_DELAY else due)
+        self._set("expiration", None if self.expiration is None else as_lifetime(self.expiration))
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+
+async def emitted(session: AnySession) -> list[Emission]:
+    """What the session's open transaction has emitted so far, in this order. Nothing after its commit or rollback."""
+    return await in_session(session, _emitted)
+
+
+def emitted_sync(session: Session | Connection) -> list[Emission]:
+    """`emitted` for callers without an event loop."""
+    return _emitted(plain(session))
+
+
+def _emitted(session: Session | Connection) -> list[Emission]:
+    connection = _connection(session)
+    if connection is None:
+        return []
+    return [emission for writing in written(connection) for emission in _stored(connection, writing)]
+
+
+def _connection(session: Session | Connection) -> Connection | None:
+    """Where the transaction is open, if one is. A session that was joined into one may commit without ending it."""
+    if isinstance(session, Connection):
+        return session
+    if session.in_transaction():
+        return session.connection()
+    return session.bind if isinstance(session.bind, Connection) else None
+
+
+def _stored(connection: Connection, writing: Writing) -> Iterator[Emission]:
+    """Those that are still there: a savepoint may have taken them back, and timers are cancelled."""
+    schedule = writing.schedule
+    messages = _messages(connection, writing)
+    for message_id in writing.message_ids:
+        message = messages.get(message_id)
+        if message is not None:
+            yield Emission(
+                message.routing_key,
+                message.body,
+                key=message.key,
+                headers=message.headers,
+                eta=schedule.due,
+                expiration=schedule.expiration,
+                timer_id=schedule.timer_id,
+                content_type=message.content_type,
+                message=message,
+            )
+
+
+def _messages(connection: Connection, writing: Writing) -> dict[str, Message]:
+    table = sql_store(writing.store).messages
+    found: dict[str, Message] = {}
+    for ids in _in_parts(writing.message_ids):
+        # Not session.execute(): asking shall not flush.
+        for row in connection.execute(select(table).where(table.c.message_id.in_(ids))):
+            found[row.message_id] = as_message(row)
+    return found
+
+
+def _in_parts(ids: Sequence[str]) -> Iterator[Sequence[str]]:
+    for start in range(0, len(ids), _MOST_IDS):
+        yield ids[start : start + _MOST_IDS]

@@ -1,0 +1,40 @@
+"""Plugin: fixtures for pytest, found by its entry point. Nothing is started or opened before a test asks for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from outbox.instance import Outbox
+from outbox.testing.servers import postgresql
+
+# Whoever inherits a contract is told what its assertions compared.
+pytest.register_assert_rewrite(
+    "outbox.testing.store", "outbox.testing.store_contract", "outbox.testing.transport_contract"
+)
+
+
+@pytest.fixture(scope="session")
+def outbox_postgresql_url() -> Iterator[str]:
+    """A PostgreSQL for the whole run, private unless OUTBOX_TEST_POSTGRESQL_URL names one; the URL names no driver."""
+    with postgresql() as server:
+        yield server.url
+
+
+@pytest.fixture
+def outbox_sqlite_url(tmp_path: Path) -> str:
+    """A SQLite file of this test's own."""
+    return f"sqlite+aiosqlite:///{tmp_path / 'outbox.db'}"
+
+
+@pytest.fixture
+def outbox_on_sqlite(outbox_sqlite_url: str) -> Iterator[Outbox]:
+    """An Outbox on a SQLite file of this test's own, closed afterwards."""
+    outbox = Outbox(db_engine_url=outbox_sqlite_url)
+    yield outbox
+    with ThreadPoolExecutor(1) as thread:  # where no event loop can be running already
+        thread.submit(lambda: asyncio.run(outbox.close())).result()

@@ -1,0 +1,120 @@
+"""Sources: what is due right now, without waiting for more: rows of the store, queues in memory."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Collection
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from datetime import timedelta
+from typing import Protocol
+
+from sqlalchemy import ColumnElement, Connection, Executable, case, func, or_, select, true
+
+from outbox.core.attempt import Outcome
+from outbox.core.durations import NO_DELAY
+from outbox.core.landing import Landing
+from outbox.core.listener import Listener
+from outbox.core.message import Message
+from outbox.core.store import Claim
+from outbox.core.transport import Delivery
+from outbox.stores.sql import SqlStore
+from outbox.stores.tables import NOT_ROUTED
+from outbox.transports.memory import MemoryTransport
+
+LEASE = timedelta(hours=1)  # whoever stops in a listener with a debugger keeps its message
+
+
+class Source(Protocol):
+    """Where a listener's deliveries come from."""
+
+    def taken(self, listener: Listener) -> AbstractAsyncContextManager[Delivery | None]:
+        """A delivery that is due, or none. Its outcome is written when the block ends."""
+        ...
+
+
+class StoreSource:
+    """Queues in the store."""
+
+    def __init__(self, store: SqlStore) -> None:
+        self._store = store
+
+    @asynccontextmanager
+    async def taken(self, listener: Listener) -> AsyncIterator[Delivery | None]:
+        async with self._store.claim(1, lease=LEASE, destination=listener.queue) as claim:
+            if not claim.attempts:
+                yield None
+                return
+            delivery = ClaimedDelivery(claim)
+            yield delivery
+            await delivery.write()
+
+
+class MemorySource:
+    """Queues in memory."""
+
+    def __init__(self, transport: MemoryTransport) -> None:
+        self._transport = transport
+
+    @asynccontextmanager
+    async def taken(self, listener: Listener) -> AsyncIterator[Delivery | None]:
+        yield self._transport.consume(listener, 1).take()
+
+
+class ClaimedDelivery:
+    """The one attempt of a claim."""
+
+    def __init__(self, claim: Claim) -> None:
+        self._claim = claim
+        self.attempt = claim.attempts[0]
+        self._outcome: Outcome | None = None
+        self._landing = Landing()
+
+    @property
+    def raw(self) -> Message:
+        return self.attempt.message
+
+    def completion(self) -> Executable:
+        return self._claim.completion(self.attempt)
+
+    def settle(self, outcome: Outcome) -> Landing:
+        self._outcome = outcome
+        return self._landing
+
+    async def write(self) -> None:
+        if self._outcome is not None:
+            lost = await self._claim.settle({self.attempt.id: self._outcome})
+            self._landing.set_result(not lost)
+
+
+class Rest:
+    """What is still to be done in a store."""
+
+    def __init__(self, store: SqlStore, queues: Collection[str]) -> None:
+        self._store = store
+        self._queues = queues
+
+    async def until_next_due(self, stuck: Collection[str]) -> timedelta | None:
+        """How long until the relay or a listener has something to do; none if they never will."""
+        columns, store = self._store.messages.c, self._store
+        nobodys = columns.lease_until.is_(None) | (columns.lease_until <= store.now())
+        ours = (columns.destination == NOT_ROUTED) | columns.destination.in_(self._queues)
+        statement = select(func.min(store.seconds_until(columns.due_at))).where(
+            columns.done_at.is_(None), nobodys, ours, ~self._stuck(stuck)
+        )
+        seconds = await store.look(lambda connection: connection.scalar(statement))
+        return None if seconds is None else max(NO_DELAY, timedelta(seconds=float(seconds)))
+
+    async def count(self, stuck: Collection[str]) -> tuple[int, int]:
+        """How many messages no queue is bound to, and how many are there besides."""
+        columns = self._store.messages.c
+        is_stuck = func.coalesce(func.sum(case((self._stuck(stuck), 1), else_=0)), 0)
+        statement = select(is_stuck, func.count()).where(columns.done_at.is_(None))
+
+        def work(connection: Connection) -> tuple[int, int]:
+            unroutable, everything = connection.execute(statement).one()
+            return int(unroutable), int(everything) - int(unroutable)
+
+        return await self._store.look(work)
+
+    def _stuck(self, message_ids: Collection[str]) -> ColumnElement[bool]:
+        columns = self._store.messages.c
+        return or_(columns.unroutable, columns.message_id.in_(message_ids) if message_ids else ~true())
