@@ -68,6 +68,11 @@ def test_one_database_is_not_paid_for_with_the_others_driver() -> None:
     assert not loaded & {"asyncpg", "psycopg"}
 
 
+def test_the_helpers_for_tests_need_no_pytest_and_no_driver() -> None:
+    loaded = modules_after("from outbox.testing import advance, drain, emitted; import outbox.testing.servers")
+    assert not {module for module in loaded if module.split(".")[0] in ["pytest", "_pytest", *DRIVERS, *CLIENTS]}
+
+
 @pytest.mark.parametrize(
     "statement",
     [
