@@ -37,7 +37,9 @@ def _age(connection: Connection, store: SqlStore, seconds: float) -> list[str]:
     for table in tables.metadata.sorted_tables:
         times = [column for column in table.columns if isinstance(column.type, DateTime)]
         if times and table is not tables.state:  # who sleeps is no matter of the messages
-            connection.execute(update(table).values({column.name: _earlier(store, column, seconds) for column in times}))
+            connection.execute(
+                update(table).values({column.name: _earlier(store, column, seconds) for column in times})
+            )
     return list(connection.scalars(select(store.messages.c.destination).distinct()))
 
 

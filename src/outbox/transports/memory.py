@@ -23,6 +23,8 @@ from outbox.core.listener import Listener
 from outbox.core.message import Message
 from outbox.core.transport import Features, Published, Refusal
 
+_BEGINNING = datetime(1970, 1, 1, tzinfo=UTC)  # nothing becomes older
+
 
 class MemoryTransport:
     """Topic bindings, delays and dead letters without a broker."""
@@ -230,8 +232,14 @@ class _Queue:
 
 def _older(attempt: Attempt, by: timedelta) -> Attempt:
     message = attempt.message
-    expires_at = message.expires_at and message.expires_at - by
-    return replace(attempt, message=replace(message, created_at=message.created_at - by, expires_at=expires_at))
+    expires_at = message.expires_at and _earlier(message.expires_at, by)
+    return replace(
+        attempt, message=replace(message, created_at=_earlier(message.created_at, by), expires_at=expires_at)
+    )
+
+
+def _earlier(moment: datetime, by: timedelta) -> datetime:
+    return max(_BEGINNING, moment - by)
 
 
 class MemoryDeadLetters:
@@ -259,7 +267,7 @@ class MemoryDeadLetters:
 
     def age(self, by: timedelta) -> None:
         """Let time pass since each of them died."""
-        self._letters = {id: replace(each, died_at=each.died_at - by) for id, each in self._letters.items()}
+        self._letters = {id: replace(each, died_at=_earlier(each.died_at, by)) for id, each in self._letters.items()}
 
     async def list(
         self,
