@@ -40,7 +40,7 @@ from ..seeds.observing import Recorder
 MakeOutbox = Callable[..., Outbox]
 
 MINUTE = timedelta(minutes=1)
-QUICKLY = 10.0  # seconds, on a machine that may stall
+QUICKLY = 30.0  # seconds, on a machine that may stall: less than any delay, and than any wait for a database
 
 
 class Order(BaseModel):
@@ -396,6 +396,7 @@ async def test_centuries_may_pass_and_older_messages_are_still_found(outbox: Out
     assert await drain(outbox, [listen("old", queue="old")(old)], ahead=0) == Drained(handled=1, left=1)
 
 
+@pytest.mark.parametrize("kind", ["sqlite", QUEUES_IN_MEMORY])
 async def test_a_listener_that_never_ends_is_given_up_and_its_message_stays(outbox: Outbox) -> None:
     stuck = True
 
@@ -405,8 +406,8 @@ async def test_a_listener_that_never_ends_is_given_up_and_its_message_stays(outb
             await asyncio.Event().wait()
 
     await emit(outbox, "order.created", 1)
-    with pytest.raises(NotDrained, match=r"the listener of 'q' did not end within 0\.5 s"):
-        await drain(outbox, [wait], within=0.5)
+    with pytest.raises(NotDrained, match="the listener of 'q' did not end within 5 s"):
+        await drain(outbox, [wait], within=5)
     stuck = False
     assert await drain(outbox, [wait]) == Drained(handled=1)
 
