@@ -396,12 +396,12 @@ async def test_centuries_may_pass_and_older_messages_are_still_found(outbox: Out
     assert await drain(outbox, [listen("old", queue="old")(old)], ahead=0) == Drained(handled=1, left=1)
 
 
-@pytest.mark.parametrize("kind", ["sqlite", QUEUES_IN_MEMORY])
+@pytest.mark.parametrize("kind", ["sqlite", IN_MEMORY, QUEUES_IN_MEMORY])
 async def test_a_listener_that_never_ends_is_given_up_and_its_message_stays(outbox: Outbox) -> None:
     stuck = True
 
     @listen("#", queue="q")
-    async def wait(body: int) -> None:
+    async def wait(body: int, session: AsyncSession) -> None:
         if stuck:
             await asyncio.Event().wait()
 

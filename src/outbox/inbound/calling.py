@@ -11,6 +11,7 @@ from contextvars import copy_context
 from datetime import timedelta
 from typing import Any, Protocol
 
+from sqlalchemy import StaticPool
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.orm import Session
 
@@ -102,8 +103,7 @@ class Call:
                 await connection.run_sync(lambda _: entering.__exit__(None, None, None))
             await session.commit()
         except (asyncio.CancelledError, TimeoutError):
-            # It may have been cut in the middle of a statement: such a connection is closed, not given back.
-            await asyncio.shield(session.invalidate())
+            await asyncio.shield(_cut(session))
             raise
         finally:
             await asyncio.shield(session.close())
@@ -168,3 +168,14 @@ class Call:
     def _database(self) -> tuple[Sessions, Inbox, str]:
         assert self._sessions is not None and self._inbox is not None  # noqa: S101 - checked before the worker starts
         return self._sessions, self._inbox, self._listener.queue
+
+
+async def _cut(session: AsyncSession) -> None:
+    """It may have been cut in the middle of a statement: such a connection is closed, not given back.
+
+    Unless it is the only one there is: a database in memory would end with it.
+    """
+    if isinstance(session.get_bind().engine.pool, StaticPool):
+        await session.rollback()
+    else:
+        await session.invalidate()
