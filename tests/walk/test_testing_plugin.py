@@ -33,7 +33,7 @@ async def order(outbox):
 
 
 def run(pytester: pytest.Pytester, *options: str) -> pytest.RunResult:
-    return pytester.runpytest_subprocess(*PLUGIN, "-p", "no:cacheprovider", "-W", "error", *options, timeout=60)
+    return pytester.runpytest_subprocess(*PLUGIN, "-p", "no:cacheprovider", "-W", "error", *options, timeout=100)
 
 
 def test_the_entry_point_names_the_plugin() -> None:
