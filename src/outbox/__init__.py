@@ -33,7 +33,7 @@ from outbox.core.errors import (
 from outbox.core.listener import Listener, listen
 from outbox.core.message import Message
 from outbox.core.retry import RetryPolicy
-from outbox.core.store import Backlog, QueueBacklog, StoredMessage
+from outbox.core.store import Backlog, Difference, QueueBacklog, StoredMessage
 from outbox.core.tracking import get_tracking_ids, tracking
 from outbox.instance import Outbox
 
@@ -52,6 +52,7 @@ worker = outbox.worker
 running = outbox.running
 backlog = outbox.backlog
 create_tables = outbox.create_tables
+check_tables = outbox.check_tables
 close = outbox.close
 
 __all__ = [
@@ -64,6 +65,7 @@ __all__ = [
     "ConfigurationError",
     "DatabaseSilent",
     "DeadLetter",
+    "Difference",
     "HeaderInvalid",
     "HeadersTooLarge",
     "KeyInvalid",
@@ -92,6 +94,7 @@ __all__ = [
     "backlog",
     "cancel_timer",
     "cancel_timer_sync",
+    "check_tables",
     "close",
     "create_tables",
     "emit",

@@ -21,7 +21,7 @@ from outbox.core.errors import ConfigurationError, TransportMismatch
 from outbox.core.events import Bound, Started, Stopped
 from outbox.core.listener import Listener, check_listeners
 from outbox.core.message import Message
-from outbox.core.store import Backlog, Store, StoredMessage
+from outbox.core.store import Backlog, Difference, Store, StoredMessage
 from outbox.core.transport import Transport
 from outbox.engines import Engines
 from outbox.inbound.calling import SESSION_TIME_LIMIT, Call
@@ -459,6 +459,10 @@ class Outbox:
     async def create_tables(self) -> None:
         """Make the tables that are missing."""
         await self.store.create_tables()
+
+    async def check_tables(self) -> list[Difference]:
+        """How the tables of the database differ from those this version needs, and the SQL that mends it."""
+        return await self.store.check_tables()
 
     async def close(self) -> None:
         """Let go of connections; whoever goes on gets new ones. Engines that were given stay as they are."""

@@ -82,6 +82,7 @@ def test_the_functions_of_the_package_belong_to_its_one_instance() -> None:
         "running",
         "backlog",
         "create_tables",
+        "check_tables",
     ):
         assert getattr(outbox, name).__self__ is outbox.outbox
 

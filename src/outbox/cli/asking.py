@@ -21,12 +21,19 @@ _CONNECTION_STATES = ("08", "28", "3D", "53", "57")  # SQL states: connection, p
 _REFUSED = "42501"  # a right is missing
 
 
-def ask(outbox: Outbox, question: Callable[[], Awaitable[Answer]], *, makes_file: bool = False) -> Answer:
+def ask(
+    outbox: Outbox,
+    question: Callable[[], Awaitable[Answer]],
+    *,
+    makes_file: bool = False,
+    needs_tables: bool = True,
+) -> Answer:
     """Ask, let go of the connections, and answer; Failure where the database cannot be reached."""
+    needs_tables = needs_tables and not makes_file
 
     async def asking() -> Answer:
         try:
-            if not makes_file and outbox.engines.configured and not await outbox.store.has_tables():
+            if needs_tables and outbox.engines.configured and not await outbox.store.has_tables():
                 raise Failure(ExitCode.WRONG, _no_tables(outbox))
             return await question()
         finally:

@@ -13,7 +13,7 @@ from sqlalchemy.exc import ArgumentError
 
 from outbox.cli.secrets import redacted
 from outbox.cli.words import lines
-from outbox.core.errors import ConfigurationError, OutboxError, TransportUnavailable
+from outbox.core.errors import ConfigurationError, DatabaseSilent, OutboxError, TransportUnavailable
 
 
 class ExitCode(IntEnum):
@@ -33,7 +33,8 @@ class ExitCode(IntEnum):
     CONFIGURATION = 3, "the setup cannot work; the line on stderr says what to change"
     UNREACHABLE = 4, "the database, or a broker, cannot be reached"
     ABANDONED = 5, "the grace ended before listeners did; their messages are tried again"
-    FORCED = 130, "the same, because of a second signal"
+    UNHEALTHY = 6, "tables check found a difference, or doctor found an error"
+    FORCED = 130, "like 5, because of a second signal"
 
 
 def in_words() -> str:
@@ -61,7 +62,7 @@ def reported() -> Iterator[None]:
         end(ExitCode.CONFIGURATION, str(error))
     except ArgumentError as error:  # SQLAlchemy's word for a URL or an option that it cannot use
         end(ExitCode.CONFIGURATION, str(error).splitlines()[0])
-    except TransportUnavailable as error:
+    except (TransportUnavailable, DatabaseSilent) as error:
         end(ExitCode.UNREACHABLE, str(error))
     except OutboxError as error:
         end(ExitCode.WRONG, str(error))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from sqlalchemy import create_mock_engine
-from sqlalchemy.schema import CreateIndex, CreateTable
+from sqlalchemy.engine.url import URL
 
 from outbox.cli import words
 from outbox.cli.asking import ask
@@ -15,11 +15,13 @@ from outbox.cli.documents import print_document
 from outbox.cli.exits import ExitCode, Failure
 from outbox.cli.targets import AsJson, OutboxName, find_outbox
 from outbox.core.errors import ConfigurationError
+from outbox.core.store import Difference
 from outbox.instance import Outbox
 from outbox.settings import Settings
+from outbox.stores.ddl import creation
 from outbox.stores.tables import Tables
 
-app = typer.Typer(help="Make the tables, print their SQL.", no_args_is_help=True)
+app = typer.Typer(help="Make the tables, check them, print their SQL.", no_args_is_help=True)
 
 
 class Dialect(StrEnum):
@@ -46,12 +48,32 @@ def create_tables(as_json: AsJson = False, outbox_name: OutboxName = "") -> None
         print("\n".join(["the tables are there:", *(f"  {name}" for name in names)]))
 
 
+@app.command("check", short_help="Compare the tables with those this version needs.")
+def check_tables(as_json: AsJson = False, outbox_name: OutboxName = "") -> None:
+    """Compare the tables that are there with those this version needs.
+
+    Prints a line for each difference and the SQL that mends it, and ends with 6 if there is any. Columns and indexes
+    that you added are fine. It reads the database's catalogs and writes nothing.
+    """
+    outbox = find_outbox(outbox_name)
+    differences = ask(outbox, outbox.check_tables, needs_tables=False)
+    if as_json:
+        print_document({"differences": differences})
+    elif differences:
+        print("\n\n".join(_as_script(differences)))
+    else:
+        print("the tables are as this version needs them")
+    if differences:
+        raise typer.Exit(ExitCode.UNHEALTHY)
+
+
 @app.command("sql", short_help="Print the SQL that makes the tables.")
 def print_sql(dialect: OneDialect = None, outbox_name: OutboxName = "") -> None:
     """Print the SQL that makes the tables, for your own migrations. Nothing is connected to."""
     outbox = find_outbox(outbox_name)
     tables = _tables(outbox)
-    print(_sql(tables, dialect or Dialect(outbox.engines.main.dialect.name)))
+    found = URL.create(dialect or outbox.engines.main.dialect.name).get_dialect()()
+    print("\n\n".join(statement for table in tables.metadata.sorted_tables for statement in creation(table, found)))
 
 
 @app.command("switch-transport", short_help="Let another transport have the table.")
@@ -90,31 +112,16 @@ async def _switch(outbox: Outbox, name: str, force: bool) -> str:
     return before
 
 
+def _as_script(differences: Sequence[Difference]) -> Iterator[str]:
+    """What differs as comments of SQL, so that it can be run as it stands."""
+    for mend in dict.fromkeys(difference.mend for difference in differences):
+        found = [difference for difference in differences if difference.mend == mend]
+        yield "\n".join([*(f"-- {each.table}: {words.printable(each.what)}" for each in found), mend])
+
+
 def _tables(outbox: Outbox) -> Tables:
     try:
         return outbox.tables
     except ConfigurationError:  # no database is named, and none is needed
         settings = Settings.of({})
         return Tables.named(settings.table_name, settings.schema)
-
-
-def _sql(tables: Tables, dialect: Dialect) -> str:
-    statements: list[Any] = []
-    engine = create_mock_engine(f"{dialect}://", lambda statement, *_: statements.append(statement))
-    for table in tables.metadata.sorted_tables:
-        begun = len(statements)
-        table.create(engine, checkfirst=False)
-        # The indexes come in the order of a set; a file under version control wants the same one each time.
-        statements[begun:] = sorted(statements[begun:], key=_place)
-    return "\n\n".join(_text(statement.compile(dialect=engine.dialect)) for statement in statements)
-
-
-def _place(statement: Any) -> tuple[int, str]:
-    """The table first, its indexes by name, then its settings."""
-    if isinstance(statement, CreateTable):
-        return 0, ""
-    return (1, str(statement.element.name)) if isinstance(statement, CreateIndex) else (2, "")
-
-
-def _text(compiled: object) -> str:
-    return "\n".join(line.rstrip() for line in str(compiled).strip().splitlines()).expandtabs(4) + ";"

@@ -126,6 +126,16 @@ class StoredMessage:
     error: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One way in which the tables of a database are not as this version needs them."""
+
+    table: str
+    what: str  # one line
+    mend: str  # the SQL; differences that are mended together have the same
+    breaks: bool  # statements fail, or promises; otherwise things are only slower than they could be
+
+
 class StoreClass(Protocol):
     """What a database's entry point in the group `outbox.stores` names: the class of its store."""
 
@@ -192,6 +202,13 @@ class Store(Feed, Protocol):
     async def create_tables(self) -> None: ...
 
     async def has_tables(self) -> bool: ...
+
+    async def check_tables(self) -> list[Difference]:
+        """How the tables differ from those that this version needs; what others added to them does not count.
+
+        Reads the database's catalogs, writes nothing, and needs no right on the tables.
+        """
+        ...
 
     async def record_transport(self, name: str, *, switch: bool = False) -> str:
         """Write the transport's name down if none is; returns the one that is recorded."""

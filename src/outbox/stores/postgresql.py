@@ -46,11 +46,12 @@ from sqlalchemy.types import TypeEngine
 
 from outbox.core.durations import Retention
 from outbox.core.errors import ConfigurationError
-from outbox.core.store import Rows
+from outbox.core.store import Difference, Rows
 from outbox.stores.claims import BURIAL
 from outbox.stores.heads import Head
 from outbox.stores.notify import Notifier
 from outbox.stores.pooling import explained, unprepared
+from outbox.stores.postgresql_check import PostgresqlCheck
 from outbox.stores.sql import SqlStore
 from outbox.stores.tables import MESSAGE_COLUMNS, Tables
 
@@ -169,6 +170,9 @@ class PostgresqlStore(SqlStore):
             # Two processes that start at the same time: CREATE TABLE IF NOT EXISTS alone would collide.
             connection.execute(text("SELECT pg_advisory_xact_lock(hashtext('outbox tables'))"))
             self.tables.metadata.create_all(connection)
+
+    def differences(self, connection: Connection) -> list[Difference]:
+        return PostgresqlCheck(connection, self.tables).differences()
 
     # Waking up.
 

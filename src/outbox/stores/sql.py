@@ -44,7 +44,7 @@ from outbox.core.attempt import Reason
 from outbox.core.binding import Binding
 from outbox.core.durations import Retention
 from outbox.core.message import Message, Schedule
-from outbox.core.store import Backlog, Routing, Rows, StoredMessage, Wanted
+from outbox.core.store import Backlog, Difference, Routing, Rows, StoredMessage, Wanted
 from outbox.stores import looks
 from outbox.stores.claims import BURIAL, SettleStatements, SqlClaim
 from outbox.stores.dead_letters import SqlDeadLetters
@@ -111,6 +111,10 @@ class SqlStore(Spelling):
     async def _look(self, work: Callable[[Connection], Result]) -> Result:
         """Run work that only reads."""
 
+    async def _glance(self, work: Callable[[Connection], Result]) -> Result:
+        """Run work that only reads, on a connection that leaves everything as it finds it."""
+        return await self._look(work)
+
     @abstractmethod
     def write(self, connection: Connection, statement: Executable, rows: Rows | None = None) -> int:
         """Execute a statement on the caller's connection, in the caller's transaction; how many rows it wrote."""
@@ -123,6 +127,10 @@ class SqlStore(Spelling):
     @abstractmethod
     def create(self, connection: Connection) -> None:
         """Make what is missing."""
+
+    @abstractmethod
+    def differences(self, connection: Connection) -> list[Difference]:
+        """How the tables differ from those that are needed."""
 
     @abstractmethod
     def rows_written(self, connection: Connection) -> int:
@@ -146,6 +154,9 @@ class SqlStore(Spelling):
     async def has_tables(self) -> bool:
         """Whether the tables are there. Looking does not make them, and waits for nobody who writes."""
         return not await finish(self._look(self.missing), WORK_WITHIN)
+
+    async def check_tables(self) -> list[Difference]:
+        return await finish(self._glance(self.differences), WORK_WITHIN)
 
     def missing(self, connection: Connection) -> list[Table]:
         """The tables that are not there."""

@@ -19,6 +19,7 @@ from sqlalchemy import (
     Float,
     FromClause,
     Insert,
+    NullPool,
     Select,
     StaticPool,
     Table,
@@ -38,8 +39,9 @@ from sqlalchemy.types import TypeEngine
 
 from outbox.core.durations import Retention
 from outbox.core.errors import ConfigurationError, SnapshotConflict, TransactionError
-from outbox.core.store import Rows
+from outbox.core.store import Difference, Rows
 from outbox.stores.sql import SqlStore
+from outbox.stores.sqlite_check import SqliteCheck
 from outbox.stores.tables import Tables
 
 Result = TypeVar("Result")
@@ -93,6 +95,11 @@ class SqliteStore(SqlStore):
     async def _look(self, work: Callable[[Connection], Result]) -> Result:
         return await self._own().run(work, reading=True)
 
+    async def _glance(self, work: Callable[[Connection], Result]) -> Result:
+        if self._given is None or in_memory(self._given.url):
+            return await self._look(work)
+        return await asyncio.to_thread(_untouched, self._given.url, work)
+
     async def close(self) -> None:
         if self._pulse is not None:
             self._pulse.cancel()
@@ -137,6 +144,9 @@ class SqliteStore(SqlStore):
 
     def create(self, connection: Connection) -> None:
         self.tables.metadata.create_all(connection)
+
+    def differences(self, connection: Connection) -> list[Difference]:
+        return SqliteCheck(connection, self.tables).differences()
 
     # How SQLite spells it.
 
@@ -330,6 +340,14 @@ def _connect(connection: Any, record: object) -> None:
 def _begin(connection: Connection) -> None:
     reading = connection.get_execution_options().get(_READING, False)
     connection.exec_driver_sql("BEGIN" if reading else "BEGIN IMMEDIATE")
+
+
+def _untouched(url: URL, work: Callable[[Connection], Result]) -> Result:
+    """Run work on a connection that does not even switch the file's journal."""
+    engine = create_engine(url.set(drivername="sqlite"), poolclass=NullPool, connect_args={"timeout": BUSY_TIMEOUT})
+    with engine.connect() as connection:
+        connection.exec_driver_sql("PRAGMA query_only = ON")
+        return work(connection)
 
 
 def _in_transaction(engine: Engine, work: Callable[[Connection], Result], reading: bool) -> Result:

@@ -6,7 +6,6 @@ import re
 from dataclasses import dataclass
 
 from sqlalchemy import (
-    DDL,
     BigInteger,
     Boolean,
     Column,
@@ -20,9 +19,10 @@ from sqlalchemy import (
     String,
     Table,
     Text,
+    TextClause,
     Uuid,
-    event,
     false,
+    text,
 )
 
 from outbox.core.errors import ConfigurationError
@@ -66,7 +66,7 @@ class Tables:
         if schema is not None:
             check_identifier(schema, "schema", LONGEST_SCHEMA)
         metadata = MetaData(schema=schema)
-        tables = cls(
+        return cls(
             metadata=metadata,
             messages=_messages(metadata, table_name),
             dead_letters=_dead_letters(metadata, table_name),
@@ -87,9 +87,6 @@ class Tables:
                 Column("asleep_until", DateTime(timezone=True)),  # somebody waits for a wake-up until then
             ),
         )
-        for table in (tables.messages, tables.dead_letters, tables.inbox):
-            _tune(table)
-        return tables
 
 
 def message_columns() -> list[Column[object]]:
@@ -128,13 +125,15 @@ def _messages(metadata: MetaData, name: str) -> Table:
         Column("unroutable", Boolean, nullable=False, server_default=false()),
         *message_columns(),
         sqlite_autoincrement=True,
+        postgresql_with=_PAGES,
     )
     columns = table.c
     # No index holds what a lease changes, so that PostgreSQL writes leases in place (HOT).
     _index("claim", table, columns.done_at.is_(None), columns.destination, columns.due_at, columns.id)
     _index("done", table, columns.done_at.is_not(None), columns.done_at)
     _index("expiry", table, columns.expires_at.is_not(None), columns.expires_at)
-    _index("unroutable", table, columns.unroutable, columns.id)
+    # As text, because Alembic writes a condition that is nothing but a column in a way that SQLAlchemy cannot read.
+    _index("unroutable", table, text("unroutable"), columns.id)
     waits = (columns.destination == NOT_ROUTED) & columns.done_at.is_(None)
     _index("timer", table, columns.timer_id.is_not(None) & waits, columns.timer_id, unique=True)
     return table
@@ -150,6 +149,7 @@ def _dead_letters(metadata: MetaData, name: str) -> Table:
         Column("error", Text, nullable=False),
         *message_columns(),
         sqlite_autoincrement=True,
+        postgresql_with=_PAGES,
     )
     Index(f"{table.name}_queue", table.c.destination, table.c.id)
     return table
@@ -162,23 +162,20 @@ def _inbox(metadata: MetaData, name: str) -> Table:
         Column("queue", String(255), primary_key=True),
         Column("message_id", String(255), primary_key=True),
         Column("entered_at", DateTime(timezone=True), nullable=False),
+        postgresql_with=_PAGES,
     )
     Index(f"{table.name}_entered", table.c.entered_at)
     return table
 
 
 def _index(
-    name: str, table: Table, where: ColumnElement[bool], *columns: ColumnElement[object], unique: bool = False
+    name: str,
+    table: Table,
+    where: ColumnElement[bool] | TextClause,
+    *columns: ColumnElement[object],
+    unique: bool = False,
 ) -> None:
     Index(f"{table.name}_{name}", *columns, unique=unique, postgresql_where=where, sqlite_where=where)
-
-
-def _tune(table: Table) -> None:
-    settings = ", ".join(f"{name} = {value}" for name, value in _PAGES.items())
-    statement = DDL(  # type: ignore[no-untyped-call]
-        f"ALTER TABLE %(fullname)s SET ({settings})"
-    )
-    event.listen(table, "after_create", statement.execute_if(dialect="postgresql"))
 
 
 def check_identifier(name: str, what: str, longest: int) -> None:

@@ -78,6 +78,18 @@ class KeepingCases(StoreCases):
         assert [await store.purge(timedelta(0), 3) for _ in range(3)] == [3, 2, 0]
         assert [stored.state for stored in await store.list_messages()] == ["delivered"]
 
+    # Tables.
+
+    async def test_tables_that_are_missing_are_differences_and_those_just_made_are_none(
+        self, make_store: MakeStore
+    ) -> None:
+        store = make_store()
+        missing = await store.check_tables()
+        assert missing and all(difference.breaks and difference.mend for difference in missing)
+        assert not await store.has_tables()
+        await store.create_tables()
+        assert await store.check_tables() == []
+
     # Dead letters.
 
     async def _dead(self, engine: AsyncEngine, store: Store, count: int = 3) -> Sequence[int]:
