@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import Annotated
 
 import typer
-from sqlalchemy.engine.url import URL
+from sqlalchemy import URL
 
 from outbox.cli import words
 from outbox.cli.asking import ask
@@ -19,6 +19,7 @@ from outbox.core.store import Difference
 from outbox.instance import Outbox
 from outbox.settings import Settings
 from outbox.stores.ddl import creation
+from outbox.stores.postgresql_roles import roles_sql
 from outbox.stores.tables import Tables
 
 app = typer.Typer(help="Make the tables, check them, print their SQL.", no_args_is_help=True)
@@ -32,6 +33,8 @@ class Dialect(StrEnum):
 
 
 OneDialect = Annotated[Dialect | None, typer.Option(help="Whose SQL. Without it, that of the configured database.")]
+Roles = Annotated[bool, typer.Option("--roles", help="The roles and their rights instead of the tables.")]
+RolePrefix = Annotated[str, typer.Option(metavar="PREFIX", help="What the names of the roles begin with.")]
 TransportName = Annotated[str, typer.Argument(metavar="NAME", help="The transport's name.", show_default=False)]
 Force = Annotated[bool, typer.Option("--force", help="Even if messages lie in queues.")]
 
@@ -68,12 +71,24 @@ def check_tables(as_json: AsJson = False, outbox_name: OutboxName = "") -> None:
 
 
 @app.command("sql", short_help="Print the SQL that makes the tables.")
-def print_sql(dialect: OneDialect = None, outbox_name: OutboxName = "") -> None:
-    """Print the SQL that makes the tables, for your own migrations. Nothing is connected to."""
+def print_sql(
+    dialect: OneDialect = None, roles: Roles = False, role_prefix: RolePrefix = "outbox", outbox_name: OutboxName = ""
+) -> None:
+    """Print the SQL that makes the tables, for your own migrations. Nothing is connected to.
+
+    With --roles, print the SQL that makes roles for producers, relays, workers and operators instead, each with the
+    rights that it needs. PostgreSQL only.
+    """
     outbox = find_outbox(outbox_name)
     tables = _tables(outbox)
-    found = URL.create(dialect or outbox.engines.main.dialect.name).get_dialect()()
-    print("\n\n".join(statement for table in tables.metadata.sorted_tables for statement in creation(table, found)))
+    chosen = dialect or Dialect(outbox.engines.main.dialect.name)
+    if not roles:
+        found = URL.create(chosen).get_dialect()()
+        print("\n\n".join(statement for table in tables.metadata.sorted_tables for statement in creation(table, found)))
+    elif chosen == Dialect.POSTGRESQL:
+        print(roles_sql(tables, role_prefix))
+    else:
+        raise Failure(ExitCode.USAGE, f"{chosen} knows no roles: --roles is for --dialect postgresql")
 
 
 @app.command("switch-transport", short_help="Let another transport have the table.")

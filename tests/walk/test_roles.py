@@ -1,0 +1,389 @@
+"""`tables sql --roles`: everything works under the rights that it grants, and nothing beyond them does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import psycopg
+import pytest
+from sqlalchemy import make_url, text
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from outbox import Listener, Message, Outbox, Reject, listen
+from outbox.cli.exits import ExitCode
+
+from .commands import Command, all_dead, until
+
+MakeOutbox = Callable[..., Outbox]
+
+pytestmark = pytest.mark.parametrize("database_url", ["postgresql+asyncpg", "postgresql+psycopg"], indirect=True)
+
+KINDS = ("producer", "relay", "worker", "operator")
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Users who were granted the roles of one outbox, and a superuser beside them."""
+
+    url: str
+    table_name: str
+
+    def user(self, kind: str) -> str:
+        return f"{self.table_name}_{kind}_user"
+
+    def url_of(self, kind: str) -> str:
+        url = make_url(self.url).set(username=self.user(kind), password=self.user(kind))
+        return url.render_as_string(hide_password=False)
+
+    def run(self, script: str, kind: str | None = None) -> list[tuple[object, ...]]:
+        """Run a script as a superuser, or as one of the users; the rows of its last statement."""
+        url = make_url(self.url if kind is None else self.url_of(kind)).set(drivername="postgresql")
+        with psycopg.connect(url.render_as_string(hide_password=False), autocommit=True) as connection:
+            cursor = connection.execute(script.encode())
+            return cursor.fetchall() if cursor.description else []
+
+
+@pytest.fixture
+async def roles(command: Command, make_outbox: MakeOutbox, database_url: str, table_name: str) -> AsyncIterator[Roles]:
+    await make_outbox().create_tables()
+    roles = Roles(database_url, table_name)
+    ran = await command.run("tables", "sql", "--roles", "--role-prefix", table_name)
+    assert ran.code == 0
+    for _ in range(2):  # a second time does no harm
+        await asyncio.to_thread(roles.run, ran.stdout)
+    for kind in KINDS:
+        login = f"LOGIN PASSWORD '{roles.user(kind)}' IN ROLE {table_name}_{kind}"
+        await asyncio.to_thread(roles.run, f"CREATE ROLE {roles.user(kind)} {login}")
+    yield roles
+    names = ", ".join(f"{table_name}_{kind}{user}" for kind in KINDS for user in ("", "_user"))
+    await asyncio.to_thread(roles.run, f"DROP OWNED BY {names}; DROP ROLE {names}")
+
+
+@dataclass
+class Shop:
+    """Listeners of every kind, and what they did."""
+
+    table: str
+    fails: bool = True
+
+    @property
+    def listeners(self) -> list[Listener]:
+        @listen("order.created", queue="ledger", retry_delays=(0.05,) * 20)
+        async def ledger(body: int, session: AsyncSession) -> None:
+            await session.execute(text(f"INSERT INTO {self.table} VALUES (:body)"), {"body": body})
+
+        @listen("order.*", queue="mails", retry_delays=(0.05, 0.05))
+        async def mails(body: int) -> None:
+            if self.fails:
+                raise ConnectionError("away")
+
+        @listen("order.refused", queue="bills")
+        async def bills(body: int) -> None:
+            if self.fails:
+                raise Reject("never")
+
+        return [ledger, mails, bills]
+
+
+@pytest.fixture
+def shop(roles: Roles) -> Shop:
+    table = f"{roles.table_name}_ledger"
+    roles.run(f"CREATE TABLE {table} (body integer); GRANT INSERT ON {table} TO {roles.user('worker')}")
+    return Shop(table)
+
+
+async def nothing_left(outbox: Outbox) -> bool:
+    return not await outbox.messages()
+
+
+async def test_the_whole_walk_works_under_the_roles(roles: Roles, shop: Shop, make_outbox: MakeOutbox) -> None:
+    producer, worker, operator = (
+        make_outbox(db_engine_url=roles.url_of(k)) for k in ("producer", "worker", "operator")
+    )
+    command = Command(
+        folder=None,  # type: ignore[arg-type]
+        settings={"OUTBOX_DB_ENGINE_URL": roles.url_of("operator"), "OUTBOX_TABLE_NAME": roles.table_name},
+    )
+    async with worker.running(listeners=shop.listeners):
+        async with producer.transaction() as session:
+            await producer.emit_many(session, "order.created", range(5))
+            await producer.emit(session, "order.refused", 5)
+            await producer.emit(session, "order.created", 6, eta=timedelta(hours=1), timer_id="t")
+            assert await producer.emit(session, "order.created", 7, eta=timedelta(hours=1), timer_id="t") is None
+            await producer.emit(session, "order.created", 8, eta=timedelta(hours=1), expiration=0.1)
+            await producer.emit(session, "nobody.asks", 9)
+        # Six messages in the queue of mails end after their retries, one is refused at once.
+        letters = await until(lambda: all_dead(operator, 7))
+        assert {(letter.queue, letter.reason) for letter in letters} == {("mails", "exhausted"), ("bills", "rejected")}
+        shop.fails = False
+        assert await operator.dead_letters.replay([letter.id for letter in letters]) == 7
+        await until(lambda: no_letters_and(operator, waiting=2, unroutable=1))
+    rows = await asyncio.to_thread(roles.run, f"SELECT body FROM {shop.table} ORDER BY body")
+    assert rows == [(body,) for body in range(5)]
+
+    status = await command.run("status", "--interval", "0", "--json")
+    assert (status.code, status.document["waiting"], status.document["unroutable"]) == (0, 2, 1)
+    assert (await command.run("messages", "list", "--body")).code == 0
+    assert (await command.run("queues", "list")).code == 0
+    assert (await command.run("queues", "remove", "bills")).code == 0
+    assert (await command.run("tables", "check")).code == 0
+    assert (await command.run("tables", "switch-transport", "database")).code == 0
+
+
+async def no_letters_and(operator: Outbox, **counts: int) -> bool:
+    backlog = await operator.backlog()
+    return not backlog.dead and all(getattr(backlog, name) == count for name, count in counts.items())
+
+
+async def test_a_relay_routes_for_workers_that_come_later(roles: Roles, shop: Shop, make_outbox: MakeOutbox) -> None:
+    producer, relay, worker, operator = (make_outbox(db_engine_url=roles.url_of(kind)) for kind in KINDS)
+    async with worker.running(listeners=shop.listeners):
+        pass  # its bindings stay
+    async with relay.running(relay=True):
+        async with producer.transaction() as session:
+            await producer.emit_many(session, "order.created", range(3))
+        await until(lambda: delivered(operator, 6))
+    shop.fails = False
+    async with worker.running(listeners=shop.listeners):
+        await until(lambda: nothing_left(operator))
+
+
+async def delivered(operator: Outbox, count: int) -> bool:
+    return len(await operator.messages(state="delivered")) == count
+
+
+async def test_a_relay_hands_messages_to_a_transport_tries_again_gives_up_and_cleans_up(
+    roles: Roles, make_outbox: MakeOutbox
+) -> None:
+    sent: list[bytes] = []
+
+    async def publish(message: Message) -> None:
+        if message.routing_key == "wrong" or len(sent) == 3:
+            sent.append(b"")
+            raise ConnectionError("away")
+        sent.append(message.body)
+
+    relay = make_outbox(
+        db_engine_url=roles.url_of("relay"),
+        transport=publish,
+        relay_retry_delays=(0.05, 0.05),
+        clean_up_after=timedelta(milliseconds=200),
+        poll_interval=0.05,
+    )
+    producer = make_outbox(db_engine_url=roles.url_of("producer"))
+    operator = make_outbox(db_engine_url=roles.url_of("operator"))
+    async with relay.running(relay=True):
+        async with producer.transaction() as session:
+            await producer.emit_many(session, "right", range(10))
+            await producer.emit(session, "late", 0, eta=timedelta(hours=1), expiration=timedelta(milliseconds=1))
+            await producer.emit(session, "wrong", 1)
+        [letter] = await until(lambda: all_dead(operator, 1))
+        assert letter.reason == "exhausted"
+        await until(lambda: only_waits(operator, 1))  # those that were sent are cleaned up, the late one is not due
+    assert {b"%d" % number for number in range(10)} <= set(sent)
+
+
+async def only_waits(operator: Outbox, count: int) -> bool:
+    backlog = await operator.backlog()
+    return (backlog.waiting, backlog.sent) == (count, 0)
+
+
+@pytest.mark.parametrize("kind", ["relay", "worker"])
+async def test_what_has_expired_and_what_is_old_is_cleaned_up_under_either_role(
+    roles: Roles, make_outbox: MakeOutbox, kind: str
+) -> None:
+    producer, worker, operator = (
+        make_outbox(db_engine_url=roles.url_of(k)) for k in ("producer", "worker", "operator")
+    )
+    async with worker.transaction() as session:
+        for _ in range(2):
+            await session.execute(worker.store.remember("queue", "id"))
+    async with producer.transaction() as session:
+        await producer.emit(session, "a", 1, expiration=timedelta(milliseconds=1))
+    store = make_outbox(db_engine_url=roles.url_of(kind), clean_up_after=timedelta(0)).store
+    await until(lambda: store.expire(10))
+    assert [letter.reason for letter in await operator.dead_letters.list()] == ["expired"]
+    assert await store.purge_inbox(timedelta(hours=1), 10) == 0
+    assert await until(lambda: store.purge_inbox(timedelta(0), 10)) == 1
+    assert await store.purge(timedelta(0), 10) == 0
+
+
+async def test_a_producer_wakes_those_who_sleep(roles: Roles, shop: Shop, make_outbox: MakeOutbox) -> None:
+    shop.fails = False
+    producer, worker = (make_outbox(db_engine_url=roles.url_of(kind)) for kind in ("producer", "worker"))
+    heard: list[str] = []
+    url = make_url(roles.url).set(drivername="postgresql").render_as_string(hide_password=False)
+    connection = await psycopg.AsyncConnection.connect(url, autocommit=True)
+
+    async def hear() -> None:
+        heard.extend([notification.channel async for notification in connection.notifies(stop_after=1)])
+
+    async def emit_and_look() -> bool:
+        async with producer.transaction() as session:
+            await producer.emit(session, "order.created", 1)
+        await asyncio.sleep(0.1)
+        return bool(heard)
+
+    await connection.execute(f'LISTEN "outbox .{roles.table_name}"')
+    hearing = asyncio.create_task(hear())
+    async with worker.running(listeners=shop.listeners):
+        await until(lambda: roles.run(f"SELECT 1 FROM {roles.table_name}_state WHERE asleep_until > now()"))
+        await until(emit_and_look)
+    await hearing
+    await connection.close()
+    assert heard == [f"outbox .{roles.table_name}"]
+
+
+async def test_a_relay_says_that_it_sleeps(roles: Roles, make_outbox: MakeOutbox) -> None:
+    async with make_outbox(db_engine_url=roles.url_of("relay")).running(relay=True):
+        await until(lambda: roles.run(f"SELECT 1 FROM {roles.table_name}_state WHERE asleep_until > now()"))
+
+
+async def test_a_producer_cancels_timers_only_with_the_right_that_is_printed_as_a_comment(
+    roles: Roles, make_outbox: MakeOutbox, command: Command
+) -> None:
+    producer = make_outbox(db_engine_url=roles.url_of("producer"))
+    async with producer.transaction() as session:
+        await producer.emit(session, "a", 1, eta=timedelta(hours=1), timer_id="t")
+    with pytest.raises(DBAPIError, match="permission denied"):
+        async with producer.transaction() as session:
+            await producer.cancel_timer(session, "t")
+    script = (await command.run("tables", "sql", "--roles", "--role-prefix", roles.table_name)).stdout
+    [grant] = [line for line in script.splitlines() if line.startswith("-- GRANT DELETE")]
+    await asyncio.to_thread(roles.run, grant.removeprefix("-- "))
+    async with producer.transaction() as session:
+        assert await producer.cancel_timer(session, "t")
+        assert not await producer.cancel_timer(session, "t")
+
+
+async def test_a_producer_cannot_make_tables_and_is_told_so(roles: Roles, make_outbox: MakeOutbox) -> None:
+    schema = f"{roles.table_name}_elsewhere"
+    roles.run(f"CREATE SCHEMA {schema}; GRANT USAGE ON SCHEMA {schema} TO {roles.user('producer')}")
+    elsewhere = make_outbox(db_engine_url=roles.url_of("producer"), schema=schema)
+    with pytest.raises(DBAPIError, match="permission denied for schema"):
+        async with elsewhere.transaction() as session:
+            await elsewhere.emit(session, "a", 1)
+    roles.run(f"DROP SCHEMA {schema}")
+
+
+async def test_looking_needs_the_operators_rights(roles: Roles, command: Command) -> None:
+    for words in (["status", "--interval", "0"], ["messages", "list"], ["dead-letters", "list"]):
+        ran = await command.run(*words, OUTBOX_DB_ENGINE_URL=roles.url_of("producer"))
+        assert (ran.code, ran.stdout, ran.error_lines) == (ExitCode.CONFIGURATION, "", 1)
+        assert "permission denied" in ran.stderr
+        assert (await command.run(*words, OUTBOX_DB_ENGINE_URL=roles.url_of("operator"))).code == 0
+
+
+# What they may not do.
+
+FORBIDDEN = {
+    "producer": [
+        "SELECT FROM {t}",
+        "SELECT id FROM {t}",
+        "INSERT INTO {t} (created_at, due_at, routing_key, message_id, content_type, body) "
+        "VALUES (now(), now(), 'a', 'b', 'c', '') RETURNING id",
+        "UPDATE {t} SET due_at = now()",
+        "DELETE FROM {t}",
+        "TRUNCATE {t}",
+        "SELECT error FROM {t}_dead_letters",
+        "DELETE FROM {t}_dead_letters",
+        "SELECT queue FROM {t}_bindings",
+        "INSERT INTO {t}_bindings VALUES ('q', '#')",
+        "SELECT transport FROM {t}_state",
+        "UPDATE {t}_state SET asleep_until = NULL",
+        "INSERT INTO {t}_inbox VALUES ('q', 'm', now())",
+    ],
+    "relay": [
+        "UPDATE {t} SET body = ''",
+        "UPDATE {t} SET routing_key = 'other'",
+        "UPDATE {t} SET headers = NULL",
+        "TRUNCATE {t}",
+        "SELECT error FROM {t}_dead_letters",
+        "UPDATE {t}_dead_letters SET reason = 'rejected'",
+        "DELETE FROM {t}_dead_letters",
+        "INSERT INTO {t}_bindings VALUES ('q', '#')",
+        "DELETE FROM {t}_bindings",
+        "INSERT INTO {t}_inbox VALUES ('q', 'm', now())",
+        "UPDATE {t}_inbox SET message_id = 'x'",
+        "UPDATE {t}_state SET bindings_version = 0",
+        "DELETE FROM {t}_state",
+        "DROP TABLE {t}",
+    ],
+    "worker": [
+        "UPDATE {t} SET body = ''",
+        "UPDATE {t} SET message_id = 'other'",
+        "SELECT error FROM {t}_dead_letters",
+        "DELETE FROM {t}_dead_letters",
+        "DELETE FROM {t}_bindings",
+        "UPDATE {t}_bindings SET queue = 'x'",
+        "UPDATE {t}_inbox SET queue = 'x'",
+        "DELETE FROM {t}_state",
+        "ALTER TABLE {t} ADD COLUMN x integer",
+    ],
+    "operator": [
+        "UPDATE {t} SET due_at = now()",
+        "DELETE FROM {t}",
+        "INSERT INTO {t}_dead_letters (died_at) VALUES (now())",
+        "UPDATE {t}_dead_letters SET body = ''",
+        "INSERT INTO {t}_bindings VALUES ('q', '#')",
+        "SELECT queue FROM {t}_inbox",
+        "DELETE FROM {t}_inbox",
+        "DELETE FROM {t}_state",
+        "SELECT setval('{t}_id_seq', 1)",
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_nothing_beyond_the_rights_is_allowed(roles: Roles, kind: str) -> None:
+    for statement in FORBIDDEN[kind]:
+        with pytest.raises(psycopg.errors.InsufficientPrivilege):
+            roles.run(statement.format(t=roles.table_name), kind)
+
+
+# Read as: on the whole table; on some columns (+).
+RIGHTS = {
+    "producer": {"": "INSERT", "_state": "SELECT+"},
+    "relay": {
+        "": "DELETE INSERT SELECT UPDATE+",
+        "_bindings": "SELECT",
+        "_dead_letters": "INSERT",
+        "_inbox": "DELETE SELECT UPDATE+",
+        "_state": "INSERT SELECT UPDATE+",
+    },
+    "worker": {
+        "": "DELETE INSERT SELECT UPDATE+",
+        "_bindings": "INSERT SELECT",
+        "_dead_letters": "INSERT",
+        "_inbox": "DELETE INSERT SELECT UPDATE+",
+        "_state": "INSERT SELECT UPDATE+",
+    },
+    "operator": {
+        "": "INSERT SELECT",
+        "_bindings": "DELETE SELECT",
+        "_dead_letters": "DELETE SELECT UPDATE+",
+        "_state": "INSERT SELECT UPDATE+",
+    },
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_role_has_exactly_these_rights(roles: Roles, kind: str) -> None:
+    found: dict[str, str] = {}
+    for part in ("", "_bindings", "_dead_letters", "_inbox", "_state"):
+        rights = []
+        for right in ("DELETE", "INSERT", "REFERENCES", "SELECT", "TRIGGER", "TRUNCATE", "UPDATE"):
+            table, user = f"'{roles.table_name}{part}'", f"'{roles.user(kind)}'"
+            [(whole,)] = roles.run(f"SELECT has_table_privilege({user}, {table}, '{right}')")
+            if whole:
+                rights.append(right)
+            elif right in ("INSERT", "REFERENCES", "SELECT", "UPDATE"):
+                [(some,)] = roles.run(f"SELECT has_any_column_privilege({user}, {table}, '{right}')")
+                rights += [f"{right}+"] if some else []
+        if rights:
+            found[part] = " ".join(rights)
+    assert found == RIGHTS[kind]
