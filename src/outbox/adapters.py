@@ -54,6 +54,15 @@ def sync_url(url: URL) -> URL:
     return _with_driver(url, store_class(url.get_backend_name()).sync_drivers)
 
 
+def installed_drivers() -> dict[str, list[str]]:
+    """The drivers that are installed, by the database that they are for."""
+    classes = {point.name: store_class(point.name) for point in entry_points(group=STORES)}
+    return {
+        name: [driver for driver in dict.fromkeys((*found.async_drivers, *found.sync_drivers)) if _is_installed(driver)]
+        for name, found in sorted(classes.items())
+    }
+
+
 def parse_url(text: str | URL) -> URL:
     """A database URL; an error does not repeat it, because it may hold a password."""
     if isinstance(text, URL):
@@ -72,13 +81,17 @@ def parse_url(text: str | URL) -> URL:
 def _with_driver(url: URL, drivers: tuple[str, ...]) -> URL:
     backend, _, driver = url.drivername.partition("+")
     if driver in drivers:
-        if find_spec(_DRIVER_MODULES.get(driver, driver)) is None:
+        if not _is_installed(driver):
             raise _missing(backend, (driver,))
         return url
     for wanted in drivers:
-        if find_spec(_DRIVER_MODULES.get(wanted, wanted)) is not None:
+        if _is_installed(wanted):
             return url.set(drivername=f"{backend}+{wanted}")
     raise _missing(backend, drivers)
+
+
+def _is_installed(driver: str) -> bool:
+    return find_spec(_DRIVER_MODULES.get(driver, driver)) is not None
 
 
 def _missing(backend: str, drivers: tuple[str, ...]) -> ConfigurationError:

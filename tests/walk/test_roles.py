@@ -121,7 +121,7 @@ async def test_the_whole_walk_works_under_the_roles(roles: Roles, shop: Shop, ma
         assert {(letter.queue, letter.reason) for letter in letters} == {("mails", "exhausted"), ("bills", "rejected")}
         shop.fails = False
         assert await operator.dead_letters.replay([letter.id for letter in letters]) == 7
-        await until(lambda: no_letters_and(operator, waiting=2, unroutable=1))
+        await until(lambda: nothing_in_queues_and(operator, waiting=2, unroutable=1))
     rows = await asyncio.to_thread(roles.run, f"SELECT body FROM {shop.table} ORDER BY body")
     assert rows == [(body,) for body in range(5)]
 
@@ -132,11 +132,14 @@ async def test_the_whole_walk_works_under_the_roles(roles: Roles, shop: Shop, ma
     assert (await command.run("queues", "remove", "bills")).code == 0
     assert (await command.run("tables", "check")).code == 0
     assert (await command.run("tables", "switch-transport", "database")).code == 0
+    doctor = await command.run("doctor", "--json")
+    assert [finding["subject"] for finding in doctor.document["findings"] if finding["level"] != "ok"] == ["routing"]
 
 
-async def no_letters_and(operator: Outbox, **counts: int) -> bool:
+async def nothing_in_queues_and(operator: Outbox, **counts: int) -> bool:
     backlog = await operator.backlog()
-    return not backlog.dead and all(getattr(backlog, name) == count for name, count in counts.items())
+    queued = any(queue.delivered or queue.retrying for queue in backlog.queues)
+    return not backlog.dead and not queued and all(getattr(backlog, name) == count for name, count in counts.items())
 
 
 async def test_a_relay_routes_for_workers_that_come_later(roles: Roles, shop: Shop, make_outbox: MakeOutbox) -> None:

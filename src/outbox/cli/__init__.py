@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from outbox.cli import dead_letters, demo, messages, queues, relay, status, tables, worker
+from outbox.cli import dead_letters, demo, doctor, messages, queues, relay, status, tables, worker
 from outbox.cli.exits import ExitCode, in_words, reported
 from outbox.cli.secrets import redacted
 from outbox.cli.words import lines
@@ -56,6 +56,7 @@ def outbox(show_version: Version = False) -> None:
 app.command(short_help="Hand stored messages to the transport.")(relay.relay)
 app.command(short_help="Serve listeners.")(worker.worker)
 app.command(short_help="Show what lies where.")(status.status)
+app.command(short_help="Say what is wrong, and what to do.")(doctor.doctor)
 app.add_typer(messages.app, name="messages")
 app.add_typer(dead_letters.app, name="dead-letters")
 app.add_typer(queues.app, name="queues")

@@ -14,6 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from outbox.core.attempt import Attempt, Outcome
 from outbox.core.binding import Binding
 from outbox.core.dead_letter import DeadLetters
+from outbox.core.diagnosis import Claimable, Examination
 from outbox.core.durations import Retention
 from outbox.core.message import Message, Schedule
 
@@ -210,6 +211,10 @@ class Store(Feed, Protocol):
         """
         ...
 
+    async def recorded_transport(self) -> str | None:
+        """The transport that the table belongs to; None if none was recorded yet."""
+        ...
+
     async def record_transport(self, name: str, *, switch: bool = False) -> str:
         """Write the transport's name down if none is; returns the one that is recorded."""
         ...
@@ -261,4 +266,12 @@ class Store(Feed, Protocol):
 
     async def find(self, message_id: str) -> list[StoredMessage]:
         """Every place where the message is now, dead letters included."""
+        ...
+
+    async def claimable(self) -> list[Claimable]:
+        """What lies for each destination and could be claimed, and what is held."""
+        ...
+
+    async def examine(self) -> Examination:
+        """What the database says of itself. It needs no tables."""
         ...

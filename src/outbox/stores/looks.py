@@ -48,7 +48,7 @@ def messages(
         statement = statement.where(_in_state(store, state))
     if queue is not None:
         statement = statement.where(columns.destination == queue)
-    now = _now(store, connection)
+    now = database_time(store, connection)
     return [as_stored(row, now) for row in connection.execute(statement)]
 
 
@@ -56,7 +56,7 @@ def find(store: SqlStore, connection: Connection, message_id: str) -> list[Store
     """Every place where a message is."""
     live = select(store.messages).where(store.messages.c.message_id == message_id)
     dead = select(store.tables.dead_letters).where(store.tables.dead_letters.c.message_id == message_id)
-    now = _now(store, connection)
+    now = database_time(store, connection)
     found = [as_stored(row, now) for row in connection.execute(live.order_by(store.messages.c.id))]
     return found + [as_stored_dead_letter(row) for row in connection.execute(dead)]
 
@@ -122,7 +122,8 @@ def _in_state(store: SqlStore, state: str) -> ColumnElement[bool]:
     return states[state]
 
 
-def _now(store: SqlStore, connection: Connection) -> datetime:
+def database_time(store: SqlStore, connection: Connection) -> datetime:
+    """What the database's clock says."""
     now: Any = connection.scalar(select(store.now()))
     return as_utc(datetime.fromisoformat(now) if isinstance(now, str) else now)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
@@ -44,9 +44,11 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.pool import Pool
 from sqlalchemy.types import TypeEngine
 
+from outbox.core.diagnosis import Finding
 from outbox.core.durations import Retention
 from outbox.core.errors import ConfigurationError
 from outbox.core.store import Difference, Rows
+from outbox.stores import postgresql_examination
 from outbox.stores.claims import BURIAL
 from outbox.stores.heads import Head
 from outbox.stores.notify import Notifier
@@ -173,6 +175,12 @@ class PostgresqlStore(SqlStore):
 
     def differences(self, connection: Connection) -> list[Difference]:
         return PostgresqlCheck(connection, self.tables).differences()
+
+    def server(self, connection: Connection) -> str:
+        return postgresql_examination.server(connection)
+
+    def findings(self, connection: Connection) -> Iterator[Finding]:
+        return postgresql_examination.findings(self.tables, connection)
 
     # Waking up.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from datetime import datetime, timedelta
 from functools import cached_property
@@ -42,10 +42,11 @@ from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from outbox.core.attempt import Reason
 from outbox.core.binding import Binding
+from outbox.core.diagnosis import Claimable, Examination, Finding
 from outbox.core.durations import Retention
 from outbox.core.message import Message, Schedule
 from outbox.core.store import Backlog, Difference, Routing, Rows, StoredMessage, Wanted
-from outbox.stores import looks
+from outbox.stores import examination, looks
 from outbox.stores.claims import BURIAL, SettleStatements, SqlClaim
 from outbox.stores.dead_letters import SqlDeadLetters
 from outbox.stores.finish import finish
@@ -131,6 +132,14 @@ class SqlStore(Spelling):
     @abstractmethod
     def differences(self, connection: Connection) -> list[Difference]:
         """How the tables differ from those that are needed."""
+
+    @abstractmethod
+    def server(self, connection: Connection) -> str:
+        """The database's name and version."""
+
+    @abstractmethod
+    def findings(self, connection: Connection) -> Iterable[Finding]:
+        """What a doctor should know of the database itself."""
 
     @abstractmethod
     def rows_written(self, connection: Connection) -> int:
@@ -416,6 +425,15 @@ class SqlStore(Spelling):
 
     async def find(self, message_id: str) -> list[StoredMessage]:
         return await self.look(lambda connection: looks.find(self, connection, message_id))
+
+    async def recorded_transport(self) -> str | None:
+        return await self.look(lambda connection: examination.recorded_transport(self, connection))
+
+    async def claimable(self) -> list[Claimable]:
+        return await self.look(lambda connection: examination.claimable(self, connection))
+
+    async def examine(self) -> Examination:
+        return await finish(self._glance(lambda connection: examination.examine(self, connection)), WORK_WITHIN)
 
     # Shared by the claims and the statements above.
 

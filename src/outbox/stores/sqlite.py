@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import sqlite3
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from sqlalchemy import (
@@ -37,9 +38,11 @@ from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from sqlalchemy.types import TypeEngine
 
+from outbox.core.diagnosis import Examination, Finding
 from outbox.core.durations import Retention
 from outbox.core.errors import ConfigurationError, SnapshotConflict, TransactionError
 from outbox.core.store import Difference, Rows
+from outbox.stores import sqlite_examination
 from outbox.stores.sql import SqlStore
 from outbox.stores.sqlite_check import SqliteCheck
 from outbox.stores.tables import Tables
@@ -147,6 +150,19 @@ class SqliteStore(SqlStore):
 
     def differences(self, connection: Connection) -> list[Difference]:
         return SqliteCheck(connection, self.tables).differences()
+
+    def server(self, connection: Connection) -> str:
+        return sqlite_examination.server(connection)
+
+    def findings(self, connection: Connection) -> Iterator[Finding]:
+        return sqlite_examination.findings(connection)
+
+    async def examine(self) -> Examination:
+        found = await super().examine()
+        if self._given is None or in_memory(self._given.url):
+            return found
+        patience = sqlite_examination.patience(await _busy_timeout(self._given))
+        return replace(found, findings=(*found.findings, patience))
 
     # How SQLite spells it.
 
@@ -340,6 +356,14 @@ def _connect(connection: Any, record: object) -> None:
 def _begin(connection: Connection) -> None:
     reading = connection.get_execution_options().get(_READING, False)
     connection.exec_driver_sql("BEGIN" if reading else "BEGIN IMMEDIATE")
+
+
+async def _busy_timeout(engine: AsyncEngine) -> int:
+    """For how many milliseconds an engine's connections wait for their turn."""
+    if event.contains(engine.sync_engine, "connect", _connect):
+        return int(BUSY_TIMEOUT * 1000)
+    async with engine.connect() as connection:
+        return int((await connection.exec_driver_sql("PRAGMA busy_timeout")).scalar() or 0)
 
 
 def _untouched(url: URL, work: Callable[[Connection], Result]) -> Result:

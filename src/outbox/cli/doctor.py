@@ -1,0 +1,43 @@
+"""`outbox doctor`: is everything as it should be, and what to do if not?"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from outbox.cli import words
+from outbox.cli.asking import ask
+from outbox.cli.documents import print_document
+from outbox.cli.exits import ExitCode
+from outbox.cli.secrets import redacted
+from outbox.cli.targets import AsJson, OutboxName, find_outbox
+from outbox.core.diagnosis import Finding, Level
+from outbox.doctor import examine
+
+Strict = Annotated[bool, typer.Option("--strict", help="Let warnings count as errors.")]
+
+_WIDTH = max(map(len, Level))
+
+
+def doctor(strict: Strict = False, as_json: AsJson = False, outbox_name: OutboxName = "") -> None:
+    """Look at versions, tables, clocks, the database's health and what waits for nobody; say what to do.
+
+    Ends with 0 if all is well, and with 6 if there is an error. A warning counts only with --strict.
+    """
+    outbox = find_outbox(outbox_name)
+    findings = ask(outbox, lambda: examine(outbox), needs_tables=False)
+    bad = (Level.ERROR, Level.WARNING) if strict else (Level.ERROR,)
+    healthy = not any(finding.level in bad for finding in findings)
+    if as_json:
+        print_document({"healthy": healthy, "findings": findings})
+    else:
+        print("\n".join(line for finding in findings for line in _lines(finding)))
+    if not healthy:
+        raise typer.Exit(ExitCode.UNHEALTHY)
+
+
+def _lines(finding: Finding) -> list[str]:
+    told = f"{finding.level:<{_WIDTH}}  {finding.subject}: {finding.what}"
+    advice = [f"{'':<{_WIDTH}}  -> {finding.advice}"] if finding.advice else []
+    return [words.printable(redacted(line)) for line in (told, *advice)]

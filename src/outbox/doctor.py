@@ -1,0 +1,160 @@
+"""Doctor: looks at everything that is known to go wrong, and says what to do about it."""
+
+from __future__ import annotations
+
+import platform
+from collections import Counter
+from collections.abc import Iterator
+from datetime import timedelta
+from importlib.metadata import PackageNotFoundError, version
+
+from sqlalchemy.exc import DBAPIError
+
+from outbox.adapters import installed_drivers
+from outbox.core.diagnosis import Claimable, Examination, Finding, Level
+from outbox.core.durations import in_words
+from outbox.core.store import Backlog, Difference, StoredMessage
+from outbox.instance import Outbox
+
+LARGEST_SKEW = timedelta(seconds=1)  # of the clocks; more is seen in the times that an `eta` names
+PATIENCE = timedelta(minutes=1)  # what is due for longer should have been claimed; at least ten poll intervals
+ROUTING_KEYS = 3  # so many are named
+
+_REFUSED = "42501"  # PostgreSQL's word for a right that is missing
+
+
+async def examine(outbox: Outbox) -> list[Finding]:
+    """Everything that can be said of an outbox."""
+    if not outbox.engines.configured:
+        return [_versions(outbox, None), _drivers(), Finding(Level.OK, "database", "none is set up")]
+    examination = await outbox.store.examine()
+    differences = await outbox.check_tables()
+    findings = [_versions(outbox, examination), _drivers(), *_tables(differences), _clocks(examination)]
+    findings += examination.findings
+    if not any(difference.breaks for difference in differences):
+        findings += await _messages(outbox)
+    return findings
+
+
+def _versions(outbox: Outbox, examination: Examination | None) -> Finding:
+    parts = [
+        f"Python {platform.python_version()}",
+        f"transactional-outbox {version('transactional-outbox')}",
+        f"SQLAlchemy {version('sqlalchemy')}",
+    ]
+    if examination is not None:
+        parts += [_with_version(outbox.engines.main.dialect.driver), examination.server]
+    return Finding(Level.OK, "versions", ", ".join(parts))
+
+
+def _drivers() -> Finding:
+    installed = [
+        f"{database}: {', '.join(map(_with_version, drivers)) or 'none'}"
+        for database, drivers in installed_drivers().items()
+    ]
+    return Finding(Level.OK, "drivers", "; ".join(installed))
+
+
+def _with_version(driver: str) -> str:
+    try:
+        return f"{driver} {version(driver)}"
+    except PackageNotFoundError:  # it comes with Python
+        return driver
+
+
+def _tables(differences: list[Difference]) -> Iterator[Finding]:
+    if not differences:
+        yield Finding(Level.OK, "tables", "as this version needs them")
+    for difference in differences:
+        level = Level.ERROR if difference.breaks else Level.WARNING
+        what = f"{difference.table}: {difference.what}"
+        yield Finding(level, "tables", what, "outbox tables check prints the SQL that mends it")
+
+
+def _clocks(examination: Examination) -> Finding:
+    skew = examination.skew
+    if abs(skew) <= LARGEST_SKEW:
+        return Finding(Level.OK, "clocks", "this process and the database agree")
+    what = f"the database is {in_words(abs(skew))} {'ahead of' if skew > timedelta(0) else 'behind'} this process"
+    advice = "let both be set by NTP: a time that an eta names comes from this clock, and the database waits by its own"
+    return Finding(Level.WARNING, "clocks", what, advice)
+
+
+async def _messages(outbox: Outbox) -> list[Finding]:
+    store = outbox.store
+    try:
+        recorded = await store.recorded_transport()
+        claimable = await store.claimable()
+        backlog = await outbox.backlog()
+        lost = await outbox.messages(state="unroutable", limit=1000)
+    except DBAPIError as error:
+        if getattr(error.orig, "sqlstate", None) != _REFUSED:
+            raise
+        advice = "run doctor as a role that was granted the operator's rights: outbox tables sql --roles"
+        return [Finding(Level.WARNING, "messages", "this role may not read them", advice)]
+    patience = max(PATIENCE, 10 * outbox.settings.duration("poll_interval"))
+    return [
+        _transport(recorded, outbox.transport.name),
+        _leases(claimable, patience),
+        *_overdue(claimable, patience),
+        *_nobody_asks(backlog, lost),
+    ]
+
+
+def _transport(recorded: str | None, configured: str) -> Finding:
+    if recorded is None:
+        return Finding(Level.OK, "transport", f"{configured}; no relay or worker has used the table yet")
+    if recorded == configured:
+        return Finding(Level.OK, "transport", configured)
+    what = f"the table belongs to {recorded}, and {configured} is configured: relays and workers will not start"
+    advice = (
+        f"if the change is meant, stop the processes of {recorded} and run: outbox tables switch-transport {configured}"
+    )
+    return Finding(Level.ERROR, "transport", what, advice)
+
+
+def _leases(claimable: list[Claimable], patience: timedelta) -> Finding:
+    late = [each for each in claimable if each.expired_for is not None and each.expired_for > patience]
+    if late:
+        since = max(each.expired_for for each in late if each.expired_for is not None)
+        where = ", ".join(_place(each.queue) for each in late)
+        what = f"{sum(each.expired for each in late)} ran out, the first {in_words(since)} ago, and nobody has claimed "
+        advice = "whoever held them died or hangs, and nobody else serves the queue: look at its processes"
+        return Finding(Level.WARNING, "leases", f"{what}the messages since: {where}", advice)
+    ends = [each.next_end for each in claimable if each.next_end is not None]
+    soonest = f", the first ends in {in_words(min(ends))} unless it is renewed" if ends else ""
+    return Finding(Level.OK, "leases", f"{sum(each.leased for each in claimable)} held{soonest}")
+
+
+def _overdue(claimable: list[Claimable], patience: timedelta) -> Iterator[Finding]:
+    late = [each for each in claimable if each.overdue is not None and each.overdue > patience]
+    if not late:
+        yield Finding(Level.OK, "due messages", f"{sum(each.due for each in claimable)}, none for long")
+    for each in late:
+        what = f"{each.due} {_place(each.queue)}, the oldest for {in_words(each.overdue or timedelta(0))}"
+        if each.leased:
+            advice = "workers do not keep up: start more, or raise the concurrency of their listeners"
+            yield Finding(Level.WARNING, "due messages", f"{what}, while {each.leased} are in work", advice)
+        else:
+            advice = "start a worker for the queue" if each.queue else "start a worker or a relay"
+            yield Finding(Level.ERROR, "due messages", f"{what}, and nobody claims them", advice)
+
+
+def _nobody_asks(backlog: Backlog, lost: list[StoredMessage]) -> Iterator[Finding]:
+    if backlog.unroutable:
+        keys = Counter(stored.message.routing_key for stored in lost).most_common()
+        named = ", ".join(repr(key) for key, _ in keys[:ROUTING_KEYS]) + (" …" if len(keys) > ROUTING_KEYS else "")
+        advice = 'start a worker that listens for them, or discard them: unroutable={"…": "discard"}'
+        yield Finding(
+            Level.WARNING, "routing", f"{backlog.unroutable} unroutable, no queue is bound to them: {named}", advice
+        )
+    unbound = [found for found in backlog.queues if not found.binding_keys and found.delivered + found.retrying]
+    for queue in unbound:
+        what = f"{queue.delivered + queue.retrying} in the queue {queue.queue!r}, to which nothing is bound any more"
+        yield Finding(Level.WARNING, "routing", what, "start a worker that listens on it until it is empty")
+    if not backlog.unroutable and not unbound:
+        yield Finding(Level.OK, "routing", "every message has a queue or waits to be routed")
+
+
+def _place(queue: str | None) -> str:
+    return "not routed or sent yet" if queue is None else f"in the queue {queue!r}"

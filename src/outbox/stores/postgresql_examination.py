@@ -1,0 +1,93 @@
+"""What a doctor asks PostgreSQL: who holds back vacuum, and whether it keeps up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+
+from sqlalchemy import ARRAY, Connection, String, bindparam, text
+
+from outbox.core.diagnosis import Finding, Level
+from outbox.core.durations import in_words
+from outbox.stores.tables import Tables
+
+LONG_OPEN = timedelta(minutes=5)  # a transaction that is open for longer does harm
+DEAD_ROWS = 10_000  # so many dead rows, and a fifth of the living ones, are more than autovacuum leaves behind
+
+_OLDEST = text(
+    """
+    SELECT pid, usename AS role, state, extract(epoch FROM now() - xact_start) AS seconds
+    FROM pg_catalog.pg_stat_activity
+    WHERE datname = current_database() AND pid <> pg_backend_pid() AND backend_type = 'client backend'
+      AND (backend_xmin IS NOT NULL OR backend_xid IS NOT NULL) AND xact_start IS NOT NULL
+    ORDER BY xact_start LIMIT 1
+    """
+)
+_SEES_ALL = text("SELECT pg_has_role(current_user, 'pg_read_all_stats', 'USAGE') AS yes, current_user AS role")
+_PREPARED = text(
+    """
+    SELECT gid, owner AS role, extract(epoch FROM now() - prepared) AS seconds, count(*) OVER () AS number
+    FROM pg_catalog.pg_prepared_xacts WHERE database = current_database() ORDER BY prepared LIMIT 1
+    """
+)
+_DEAD = text(
+    """
+    SELECT relname AS name, n_live_tup AS live, n_dead_tup AS dead
+    FROM pg_catalog.pg_stat_user_tables
+    WHERE relname = ANY(:names) AND CASE WHEN CAST(:schema AS text) IS NULL
+        THEN pg_catalog.pg_table_is_visible(relid) ELSE schemaname = :schema END
+    ORDER BY n_dead_tup DESC
+    """
+).bindparams(bindparam("names", type_=ARRAY(String)), bindparam("schema", type_=String))
+
+
+def server(connection: Connection) -> str:
+    return f"PostgreSQL {str(connection.scalar(text('SHOW server_version'))).split()[0]}"
+
+
+def findings(tables: Tables, connection: Connection) -> Iterator[Finding]:
+    """What may slow the tables down."""
+    yield _oldest_transaction(connection)
+    yield _prepared_transaction(connection)
+    yield _dead_rows(tables, connection)
+
+
+def _oldest_transaction(connection: Connection) -> Finding:
+    sees = connection.execute(_SEES_ALL).one()
+    limits = "" if sees.yes else ", as far as this role may see"
+    grant = "" if sees.yes else f"to see those of other roles: GRANT pg_read_all_stats TO {sees.role}"
+    found = connection.execute(_OLDEST).first()
+    if found is None:
+        return Finding(Level.OK, "transactions", f"none is open that holds back vacuum{limits}", grant)
+    age = timedelta(seconds=float(found.seconds))
+    what = f"the oldest that holds back vacuum is open for {in_words(age)}, {found.state}, role {found.role}"
+    if age < LONG_OPEN:
+        return Finding(Level.OK, "transactions", f"{what}{limits}", grant)
+    advice = (
+        f"dead rows pile up behind it and claims become slow: let its application commit, or end it with "
+        f"SELECT pg_terminate_backend({found.pid})"
+    )
+    return Finding(Level.WARNING, "transactions", what, advice)
+
+
+def _prepared_transaction(connection: Connection) -> Finding:
+    found = connection.execute(_PREPARED).first()
+    if found is None:
+        return Finding(Level.OK, "prepared transactions", "none")
+    age = timedelta(seconds=float(found.seconds))
+    what = f"{found.number}, the oldest {found.gid!r} of role {found.role}, {in_words(age)} old"
+    if age < LONG_OPEN:
+        return Finding(Level.OK, "prepared transactions", what)
+    advice = "it outlives its session and holds back vacuum: end it with COMMIT PREPARED or ROLLBACK PREPARED"
+    return Finding(Level.WARNING, "prepared transactions", what, advice)
+
+
+def _dead_rows(tables: Tables, connection: Connection) -> Finding:
+    names = [table.name for table in tables.metadata.sorted_tables]
+    rows = connection.execute(_DEAD, {"names": names, "schema": tables.metadata.schema}).all()
+    many = [row for row in rows if row.dead > DEAD_ROWS + row.live / 5]
+    if not many:
+        return Finding(Level.OK, "dead rows", f"{sum(row.dead for row in rows)}")
+    what = ", ".join(f"{row.dead} in {row.name} beside {row.live} living" for row in many)
+    advice = "vacuum does not keep up: see whether a transaction holds it back, then VACUUM (VERBOSE) the table"
+    return Finding(Level.WARNING, "dead rows", what, advice)
