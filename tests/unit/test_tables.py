@@ -171,7 +171,7 @@ def test_tables_that_live_fast_are_tuned_for_it_on_postgresql() -> None:
     tables = Tables.named("select", "order")
     for table in (tables.messages, tables.dead_letters, tables.inbox):
         statement = str(CreateTable(table).compile(dialect=postgresql.dialect()))
-        assert " WITH (fillfactor = 70, " in statement
+        assert " USING heap WITH (fillfactor = 70, " in statement
         assert "autovacuum_vacuum_scale_factor = 0.02" in statement
 
 

@@ -447,7 +447,7 @@ async def test_the_sql_of_the_tables_is_the_same_each_time_and_needs_no_database
     assert (first.code, first.stderr) == (0, "")
     assert first.stdout == second.stdout
     assert "CREATE TABLE shop.shop_outbox (" in first.stdout
-    assert first.stdout.count(" WITH (fillfactor = 70") == 3
+    assert first.stdout.count(" USING heap WITH (fillfactor = 70") == 3
     in_sqlite = await command.run("tables", "sql", "--dialect", "sqlite")
     assert "fillfactor" not in in_sqlite.stdout and "AUTOINCREMENT" in in_sqlite.stdout
 

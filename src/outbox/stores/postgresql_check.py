@@ -135,7 +135,7 @@ class PostgresqlCheck(Check):
         alter = f"ALTER TABLE {self.name(table)}"
         if not live.survives_crashes:
             yield Gap("the table is UNLOGGED: a crash of the server would empty it", f"{alter} SET LOGGED;")
-        needed: dict[str, str] = table.dialect_options["postgresql"]["with"] or {}
+        needed = self.tables.storage(table)
         wrong = {name: value for name, value in needed.items() if not _equal(live.settings.get(name), value)}
         if wrong:
             what = [f"{name} is {live.settings.get(name, 'not set')} instead of {wrong[name]}" for name in wrong]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sqlalchemy import (
@@ -31,7 +32,7 @@ NOT_ROUTED = ""  # a destination that equals something can be searched in index 
 
 # The rows of a queue live for milliseconds. Space on each page lets a lease be written without touching an index, and
 # vacuum must come by the thousand rows, not by the fifth of a table.
-_PAGES = {
+STORAGE = {
     "fillfactor": "70",
     "autovacuum_vacuum_scale_factor": "0.02",
     "autovacuum_vacuum_threshold": "1000",
@@ -40,6 +41,9 @@ _PAGES = {
     "autovacuum_analyze_threshold": "1000",
     "autovacuum_vacuum_cost_delay": "0",
 }
+# SQLAlchemy has no option for them before 2.1, and what follows USING is written as it stands. An option of the table,
+# and not a statement behind it, is what Alembic puts into migrations.
+_TUNED = f"heap WITH ({', '.join(f'{name} = {value}' for name, value in STORAGE.items())})"
 
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 LONGEST_TABLE = 40  # bytes; PostgreSQL cuts names at 63, and the longest derived one adds 20
@@ -88,6 +92,10 @@ class Tables:
             ),
         )
 
+    def storage(self, table: Table) -> Mapping[str, str]:
+        """The settings that PostgreSQL has for a table."""
+        return STORAGE if table in (self.messages, self.dead_letters, self.inbox) else {}
+
 
 def message_columns() -> list[Column[object]]:
     """What a message and a dead letter both keep."""
@@ -125,7 +133,7 @@ def _messages(metadata: MetaData, name: str) -> Table:
         Column("unroutable", Boolean, nullable=False, server_default=false()),
         *message_columns(),
         sqlite_autoincrement=True,
-        postgresql_with=_PAGES,
+        postgresql_using=_TUNED,
     )
     columns = table.c
     # No index holds what a lease changes, so that PostgreSQL writes leases in place (HOT).
@@ -149,7 +157,7 @@ def _dead_letters(metadata: MetaData, name: str) -> Table:
         Column("error", Text, nullable=False),
         *message_columns(),
         sqlite_autoincrement=True,
-        postgresql_with=_PAGES,
+        postgresql_using=_TUNED,
     )
     Index(f"{table.name}_queue", table.c.destination, table.c.id)
     return table
@@ -162,7 +170,7 @@ def _inbox(metadata: MetaData, name: str) -> Table:
         Column("queue", String(255), primary_key=True),
         Column("message_id", String(255), primary_key=True),
         Column("entered_at", DateTime(timezone=True), nullable=False),
-        postgresql_with=_PAGES,
+        postgresql_using=_TUNED,
     )
     Index(f"{table.name}_entered", table.c.entered_at)
     return table
