@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -17,6 +18,10 @@ from outbox.shutdown import on_signals
 
 def serve(outbox: Outbox, listeners: Sequence[Listener] | None = None) -> None:
     """Work until a signal: as a worker if there are listeners, as a relay otherwise."""
+
+    # What is loaded by now stays for good: the collector need not look through it again with every thousand messages.
+    gc.collect()
+    gc.freeze()
 
     async def working() -> None:
         # What Outbox.worker and Outbox.message_relay do, with the shutdown in hand: it knows of a second signal.

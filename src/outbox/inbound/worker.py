@@ -22,13 +22,14 @@ LAST_WORDS = 2.0  # seconds that an abandoned listener has to clean up after its
 LONG_RUN = 15 * 60.0  # seconds after which a listener that still runs is worth a warning
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Run:
     """A listener at work."""
 
     queue: str
     attempt: Attempt
     began: float
+    task: asyncio.Task[None] | None = None  # the loop itself holds tasks only weakly
     told: bool = False
 
 
@@ -65,7 +66,7 @@ class Worker:
         self._prefetch = prefetch
         self._grace = grace
         self._observe = observe
-        self._running: dict[asyncio.Task[None], _Run] = {}  # the loop itself holds tasks only weakly
+        self._running: set[_Run] = set()
 
     async def run(self, stop: asyncio.Event, abandon: asyncio.Event) -> int:
         """Work until `stop`; how many listeners were abandoned: `abandon` or the end of the grace came first."""
@@ -105,14 +106,17 @@ class Worker:
                 delivery = await anext(deliveries)
                 trouble.reset()
                 slots.free -= 1
-                task = start(self._run(handle, delivery, slots))
-                self._running[task] = _Run(listener.queue, delivery.attempt, time.monotonic())
+                run = _Run(listener.queue, delivery.attempt, time.monotonic())
+                self._running.add(run)
+                run.task = start(self._run(run, handle, delivery, slots))
         finally:
             close = getattr(deliveries, "aclose", None)
             if close is not None:
                 await close()
 
-    async def _run(self, handle: Callable[[Delivery], Awaitable[None]], delivery: Delivery, slots: _Slots) -> None:
+    async def _run(
+        self, run: _Run, handle: Callable[[Delivery], Awaitable[None]], delivery: Delivery, slots: _Slots
+    ) -> None:
         """A task of its own for each delivery: what a listener leaves in its context is gone with it."""
         try:
             await handle(delivery)
@@ -120,7 +124,7 @@ class Worker:
             delivery.settle(Released())  # without an end it would be held for ever
             self._observe(Troubled(f"handling of {delivery.attempt.message.id}", error, timedelta(0)))
         finally:
-            del self._running[asyncio.current_task()]  # type: ignore[arg-type]
+            self._running.discard(run)
             slots.release()
 
     async def _watch(self) -> None:
@@ -128,7 +132,7 @@ class Worker:
         while True:
             await asyncio.sleep(LONG_RUN / 15)
             now = time.monotonic()
-            for run in self._running.values():
+            for run in self._running:
                 if not run.told and now - run.began > LONG_RUN:
                     run.told = True
                     self._observe(StillRunning(run.queue, run.attempt, timedelta(seconds=now - run.began)))
@@ -137,17 +141,20 @@ class Worker:
         if not self._running:
             return 0
         abandoning = asyncio.create_task(abandon.wait())
-        ending = asyncio.ensure_future(asyncio.wait(self._running))
+        ending = asyncio.ensure_future(asyncio.wait(self._tasks()))
         await asyncio.wait(
             [abandoning, ending], timeout=self._grace.total_seconds(), return_when=asyncio.FIRST_COMPLETED
         )
         await _end([abandoning, ending])
-        left = list(self._running)
+        left = self._tasks()
         for task in left:
             task.cancel(ABANDONED)
         if left:
             await asyncio.wait(left, timeout=LAST_WORDS)  # one that does not heed its cancellation is left behind
         return len(left)
+
+    def _tasks(self) -> list[asyncio.Task[None]]:
+        return [run.task for run in self._running if run.task is not None]
 
 
 async def _end(tasks: Iterable[asyncio.Future[Any]]) -> None:

@@ -200,8 +200,10 @@ class DatabaseDeliveries:
                 self._filling.result()  # raises what ended it
             self._arrived.clear()
             await self._arrived.wait()
-        self._room.set()
-        return self._ready.popleft()
+        delivery = self._ready.popleft()
+        if len(self._ready) <= self._appetite.size // 2:
+            self._room.set()
+        return delivery
 
     async def aclose(self) -> None:
         """Claim no more and give back what nobody took. Deliveries that were taken stay under their lease."""
