@@ -9,7 +9,7 @@ from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
-from sqlalchemy import Connection, MetaData
+from sqlalchemy import MetaData
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
@@ -32,7 +32,8 @@ from outbox.inbound.worker import Worker
 from outbox.observers import Observers
 from outbox.observers.logging import LoggingObserver
 from outbox.outbound.cleanup import Cleanup
-from outbox.outbound.emitter import AnySession, Emitter, Key, plain
+from outbox.outbound.connections import AnySession, PlainSession
+from outbox.outbound.emitter import Emitter, Key
 from outbox.outbound.publishing import Publisher
 from outbox.outbound.relay import Relay, Round
 from outbox.outbound.routing import Router
@@ -161,7 +162,7 @@ class Outbox:
 
     def emit_sync(
         self,
-        session: Session | Connection,
+        session: PlainSession,
         routing_key: str,
         body: object,
         *,
@@ -176,7 +177,7 @@ class Outbox:
         emitter = self._emitter
         message = emitter.message(routing_key, body, key=key, headers=headers, content_type=content_type)
         schedule = emitter.schedule(eta, expiration, timer_id)
-        return message if emitter.write_now(plain(session), [message], schedule) else None
+        return message if emitter.write_now(session, [message], schedule) else None
 
     async def emit_many(
         self,
@@ -198,7 +199,7 @@ class Outbox:
 
     def emit_many_sync(
         self,
-        session: Session | Connection,
+        session: PlainSession,
         routing_key: str,
         bodies: Iterable[object],
         *,
@@ -211,16 +212,16 @@ class Outbox:
         """`emit_many` for callers without an event loop."""
         emitter = self._emitter
         messages = emitter.messages(routing_key, bodies, key=key, headers=headers, content_type=content_type)
-        emitter.write_now(plain(session), messages, emitter.schedule(eta, expiration, None))
+        emitter.write_now(session, messages, emitter.schedule(eta, expiration, None))
         return messages
 
     async def cancel_timer(self, session: AnySession, timer_id: str) -> bool:
         """Delete the message with this timer id if it still waits; says whether it did."""
         return await self._emitter.cancel(session, timer_id)
 
-    def cancel_timer_sync(self, session: Session | Connection, timer_id: str) -> bool:
+    def cancel_timer_sync(self, session: PlainSession, timer_id: str) -> bool:
         """`cancel_timer` for callers without an event loop."""
-        return self._emitter.cancel_now(plain(session), timer_id)
+        return self._emitter.cancel_now(session, timer_id)
 
     @asynccontextmanager
     async def transaction(self) -> AsyncIterator[AsyncSession]:

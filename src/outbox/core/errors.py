@@ -14,7 +14,8 @@ OutboxError
 │   ├── TimeInvalid
 │   └── TimerIdInvalid
 ├── TransactionError            the caller's transaction cannot take the message
-│   └── SnapshotConflict        SQLite: it read before it wrote, and somebody else wrote meanwhile
+│   ├── SnapshotConflict        SQLite: it read before it wrote, and somebody else wrote meanwhile
+│   └── TablesMissing           a driver's own connection, and nobody has made the tables yet
 ├── Undecodable                 a body is not what its listener's annotation says: a dead letter
 ├── TransportUnavailable        nothing was sent: the destination is away
 ├── DatabaseSilent              the database did not answer in time
@@ -90,6 +91,10 @@ class TransactionError(OutboxError):
 
 class SnapshotConflict(TransactionError):
     """SQLite cannot turn a transaction that has read into one that writes once somebody else has written."""
+
+
+class TablesMissing(TransactionError):
+    """There are no tables, and on a driver's own connection none are made."""
 
 
 class Undecodable(OutboxError):

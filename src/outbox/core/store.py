@@ -16,6 +16,7 @@ from outbox.core.binding import Binding
 from outbox.core.dead_letter import DeadLetters
 from outbox.core.diagnosis import Claimable, Examination
 from outbox.core.durations import Retention
+from outbox.core.errors import TransactionError
 from outbox.core.message import Message, Schedule
 
 Rows = list[dict[str, Any]]
@@ -175,7 +176,7 @@ class Store(Feed, Protocol):
 
     def insert(self, messages: Sequence[Message], schedule: Schedule) -> tuple[Executable, Rows]: ...
 
-    def cancel(self, timer_id: str) -> Executable:
+    def cancel(self, timer_id: str) -> tuple[Executable, Rows]:
         """Deletes the timer if it still waits: one row or none."""
         ...
 
@@ -185,6 +186,10 @@ class Store(Feed, Protocol):
 
     def write(self, connection: Connection, statement: Executable, rows: Rows | None = None) -> int:
         """Execute one of these on the caller's connection; how many rows it wrote. Makes missing tables first."""
+        ...
+
+    def explained(self, error: BaseException) -> TransactionError | None:
+        """What a driver's own error for one of these means to the caller, if there is something to be done about it."""
         ...
 
     # Everything below runs on connections of the store's own.

@@ -46,7 +46,7 @@ from sqlalchemy.types import TypeEngine
 
 from outbox.core.diagnosis import Finding
 from outbox.core.durations import Retention
-from outbox.core.errors import ConfigurationError
+from outbox.core.errors import ConfigurationError, TransactionError
 from outbox.core.store import Difference, Rows
 from outbox.stores import postgresql_examination
 from outbox.stores.claims import BURIAL
@@ -61,6 +61,7 @@ Result = TypeVar("Result")
 
 GOODBYE = 5.0  # seconds for closing connections
 
+_UNDEFINED_TABLE = "42P01"  # a schema that is not there is one too
 _SECOND: ColumnElement[Any] = literal_column("interval '1 second'")
 _CLASSES = table(
     "pg_class", column("oid"), column("relname"), column("relnamespace"), column("xmin"), schema="pg_catalog"
@@ -166,6 +167,10 @@ class PostgresqlStore(SqlStore):
             func.age(_CLASSES.c.xmin) > 0,
         )
         return connection.scalar(found) == len(names)
+
+    def explained(self, error: BaseException) -> TransactionError | None:
+        state = getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)  # psycopg2 has its own word
+        return self.tables_missing() if state == _UNDEFINED_TABLE else None
 
     def create(self, connection: Connection) -> None:
         if self.missing(connection):  # a role that may not create is fine when there is nothing to create

@@ -44,6 +44,7 @@ from outbox.core.attempt import Reason
 from outbox.core.binding import Binding
 from outbox.core.diagnosis import Claimable, Examination, Finding
 from outbox.core.durations import Retention
+from outbox.core.errors import TablesMissing, TransactionError
 from outbox.core.message import Message, Schedule
 from outbox.core.store import Backlog, Difference, Routing, Rows, StoredMessage, Wanted
 from outbox.stores import examination, looks
@@ -202,17 +203,22 @@ class SqlStore(Spelling):
         }
         return statement, [message_row(message) | times for message in messages]
 
-    def cancel(self, timer_id: str) -> Executable:
-        return delete(self.messages).where(
-            self.messages.c.timer_id == timer_id,
-            self.messages.c.destination == NOT_ROUTED,
-            self.messages.c.done_at.is_(None),
-            self._unleased(self.clock()),
-        )
+    def cancel(self, timer_id: str) -> tuple[Executable, Rows]:
+        return self._cancel, [{"timer_id": timer_id}]
 
     def remember(self, queue: str, message_id: str) -> Executable:
         entry = self.ignoring(self.tables.inbox).values(queue=queue, message_id=message_id, entered_at=self.clock())
         return entry.execution_options(preserve_rowcount=True)
+
+    @abstractmethod
+    def explained(self, error: BaseException) -> TransactionError | None:
+        """What a driver's own error means to the caller, if there is something to be done about it."""
+
+    def tables_missing(self) -> TablesMissing:
+        return TablesMissing(
+            f"there is no table {self.messages.fullname!r}, and none is made on a driver's own connection: run `outbox "
+            "tables create`, or call create_tables(), before you emit"
+        )
 
     # Burying.
 
@@ -445,6 +451,15 @@ class SqlStore(Spelling):
     def _insert_timer(self) -> Insert:
         timer = self.ignoring(self.messages).values(**self._times()).inline()
         return timer.execution_options(preserve_rowcount=True)
+
+    @cached_property
+    def _cancel(self) -> Executable:
+        return delete(self.messages).where(
+            self.messages.c.timer_id == bindparam("timer_id"),
+            self.messages.c.destination == NOT_ROUTED,
+            self.messages.c.done_at.is_(None),
+            self._unleased(self.clock()),
+        )
 
     def _times(self) -> dict[str, ColumnElement[Any]]:
         given = bindparam("due", type_=DateTime(timezone=True))

@@ -40,7 +40,7 @@ from sqlalchemy.types import TypeEngine
 
 from outbox.core.diagnosis import Examination, Finding
 from outbox.core.durations import Retention
-from outbox.core.errors import ConfigurationError, SnapshotConflict, TransactionError
+from outbox.core.errors import ConfigurationError, SnapshotConflict, TablesMissing, TransactionError
 from outbox.core.store import Difference, Rows
 from outbox.stores import sqlite_examination
 from outbox.stores.sql import SqlStore
@@ -133,17 +133,26 @@ class SqliteStore(SqlStore):
         try:
             return self.execute(connection, statement, rows)
         except OperationalError as error:
-            if "no such table" in str(error.orig):
-                # In the caller's transaction: it holds the only lock there is, and DDL rolls back with it.
-                self.create(connection)
-                return self.execute(connection, statement, rows)
-            if getattr(error.orig, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY_SNAPSHOT:
-                raise SnapshotConflict(
-                    "this transaction read before it wrote, and somebody else wrote meanwhile: SQLite cannot let it "
-                    "write any more. Roll it back and try again; to avoid it, begin with `async with transaction() as "
-                    "session`, or call outbox.sqlite.prepare(engine) once for your own engine"
-                ) from error
-            raise
+            match self.explained(error.orig) if error.orig is not None else None:
+                case TablesMissing():
+                    # In the caller's transaction: it holds the only lock there is, and DDL rolls back with it.
+                    self.create(connection)
+                    return self.execute(connection, statement, rows)
+                case None:
+                    raise
+                case explained:
+                    raise explained from error
+
+    def explained(self, error: BaseException) -> TransactionError | None:
+        if "no such table" in str(error):
+            return self.tables_missing()
+        if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY_SNAPSHOT:
+            return SnapshotConflict(
+                "this transaction read before it wrote, and somebody else wrote meanwhile: SQLite cannot let it "
+                "write any more. Roll it back and try again; to avoid it, begin with `async with transaction() as "
+                "session`, call outbox.sqlite.prepare(engine) once for your own engine, or begin with BEGIN IMMEDIATE"
+            )
+        return None
 
     def create(self, connection: Connection) -> None:
         self.tables.metadata.create_all(connection)

@@ -12,8 +12,10 @@ from sqlalchemy.orm import Session
 
 from outbox.core import body as bodies
 from outbox.core.durations import NO_DELAY, Eta, Seconds, as_due, as_lifetime
+from outbox.core.errors import TransactionError
 from outbox.core.message import Message
-from outbox.outbound.emitter import AnySession, in_session, plain
+from outbox.outbound.callers import CallersTransaction, SessionTransaction, at_once, awaited
+from outbox.outbound.connections import AnySession, PlainSession
 from outbox.outbound.written import Writing, written
 from outbox.stores.rows import as_message
 from outbox.testing.sql import sql_store
@@ -57,16 +59,18 @@ class Emission:
 
 async def emitted(session: AnySession) -> list[Emission]:
     """What the session's open transaction has emitted so far, in this order. Nothing after its commit or rollback."""
-    return await in_session(session, _emitted)
+    return await awaited(session, _emitted)
 
 
-def emitted_sync(session: Session | Connection) -> list[Emission]:
+def emitted_sync(session: PlainSession) -> list[Emission]:
     """`emitted` for callers without an event loop."""
-    return _emitted(plain(session))
+    return at_once(session, _emitted)
 
 
-def _emitted(session: Session | Connection) -> list[Emission]:
-    connection = _connection(session)
+def _emitted(transaction: CallersTransaction) -> list[Emission]:
+    if not isinstance(transaction, SessionTransaction):
+        raise TransactionError("only SQLAlchemy's sessions and connections know what their transaction has emitted")
+    connection = _connection(transaction.session)
     if connection is None:
         return []
     return [emission for writing in written(connection) for emission in _stored(connection, writing)]

@@ -143,14 +143,14 @@ class EmittingCases(StoreCases):
         timer = Schedule(due=timedelta(hours=1), timer_id="t")
         await emit(engine, store, message(), schedule=timer)
         async with engine.begin() as connection:
-            assert await write(connection, store, store.cancel("t")) == 1
-            assert await write(connection, store, store.cancel("t")) == 0
+            assert await write(connection, store, *store.cancel("t")) == 1
+            assert await write(connection, store, *store.cancel("t")) == 0
             assert await write(connection, store, *store.insert([message()], timer)) == 1
 
     async def test_cancelling_rolls_back_with_its_transaction(self, engine: AsyncEngine, store: Store) -> None:
         await emit(engine, store, message(), schedule=Schedule(due=timedelta(hours=1), timer_id="t"))
         async with engine.connect() as connection:
-            assert await write(connection, store, store.cancel("t")) == 1
+            assert await write(connection, store, *store.cancel("t")) == 1
             await connection.rollback()
         assert len(await store.list_messages()) == 1
 
@@ -159,12 +159,12 @@ class EmittingCases(StoreCases):
         async with store.claim(1, lease=LEASE) as claim:
             assert len(claim.attempts) == 1
             async with engine.begin() as connection:
-                assert await write(connection, store, store.cancel("t")) == 0
+                assert await write(connection, store, *store.cancel("t")) == 0
 
     async def test_a_timer_that_fired_can_be_set_again(self, engine: AsyncEngine, store: Store) -> None:
         await queued(engine, store, message(), schedule=Schedule(timer_id="t"))
         async with engine.begin() as connection:
-            assert await write(connection, store, store.cancel("t")) == 0
+            assert await write(connection, store, *store.cancel("t")) == 0
         assert await emit(engine, store, message(), schedule=Schedule(due=timedelta(hours=1), timer_id="t")) == 1
 
     # Expiry.

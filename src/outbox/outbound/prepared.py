@@ -1,0 +1,56 @@
+"""Prepared: a store's statement as a driver takes it, compiled once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from operator import itemgetter
+from typing import Any
+
+from sqlalchemy import Dialect
+from sqlalchemy.dialects import registry
+
+Parameters = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A statement as a driver takes it, and how a row becomes its parameters."""
+
+    text: str
+    constants: Mapping[str, Any]
+    processors: Sequence[tuple[str, Callable[[Any], Any]]]
+    in_order: Callable[[Mapping[str, Any]], Parameters]
+
+    def parameters(self, row: Mapping[str, Any]) -> Parameters:
+        values = {**self.constants, **row}
+        for name, process in self.processors:
+            values[name] = process(values[name])
+        return self.in_order(values)
+
+
+@lru_cache(maxsize=64)
+def prepare(statement: Any, columns: tuple[str, ...], dialect: Dialect) -> Prepared:
+    """Compile a statement whose rows have these columns."""
+    compiled = statement.compile(dialect=dialect, column_keys=list(columns))
+    order = compiled.positiontup
+    binds = {name: compiled.binds[name] for name in order}
+    processors = [
+        (name, process)
+        for name, bind in binds.items()
+        if (process := bind.type.dialect_impl(dialect).bind_processor(dialect)) is not None
+    ]
+    return Prepared(
+        text=compiled.string,
+        constants={name: bind.effective_value for name, bind in binds.items() if name not in columns},
+        processors=processors,
+        in_order=itemgetter(*order) if len(order) > 1 else lambda values: (values[order[0]],),
+    )
+
+
+@cache
+def dialect_for(name: str, paramstyle: str) -> Dialect:
+    """SQLAlchemy's words for a driver, without the driver."""
+    dialect: Dialect = registry.load(name)(paramstyle=paramstyle)
+    return dialect
