@@ -125,12 +125,14 @@ def _run(kind: Kind, session: object, work: Callable[..., Result], arguments: tu
 def _kind(session: object) -> Kind:
     kind = _known.get(type(session))
     if kind is None:
-        kind = _known[type(session)] = _find(session)
+        kind = _find(session)
+        if session.__class__ is type(session):  # a proxy may stand for something else next time
+            _known[type(session)] = kind
     return kind
 
 
 def _find(session: object) -> Kind:
-    for each in session.__class__.__mro__:  # what a proxy says that it is, not what it is
+    for each in session.__class__.__mro__:
         kind = _KINDS.get(each) or _DRIVERS.get(f"{each.__module__}.{each.__qualname__}")
         if kind is not None:
             return kind

@@ -30,7 +30,7 @@ class Prepared:
         return self.in_order(values)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def prepare(statement: Any, columns: tuple[str, ...], dialect: Dialect) -> Prepared:
     """Compile a statement whose rows have these columns."""
     compiled = statement.compile(dialect=dialect, column_keys=list(columns))
