@@ -21,29 +21,31 @@ def after_commit(session: Session | Connection, action: Callable[[], None]) -> N
     pending = _pending.get(session)
     if pending is None:
         pending = _pending[session] = []
-        if isinstance(session, Session):
-            event.listen(session, "after_commit", _session_committed)
-            event.listen(session, "after_rollback", _session_rolled_back)
-            event.listen(session, "after_transaction_end", _session_transaction_ended)
-        else:
+        if isinstance(session, Connection):
             event.listen(session, "commit", _connection_committed)
             event.listen(session, "rollback", _connection_rolled_back)
     pending.append(action)
 
 
+# For all sessions at once: a session lives for a transaction, and to listen to each costs more than to pass over most.
+
+
+@event.listens_for(Session, "after_commit")
 def _session_committed(session: Session) -> None:
-    if not session.in_nested_transaction():  # a released savepoint has committed nothing yet
+    if session in _pending and not session.in_nested_transaction():  # a released savepoint has committed nothing yet
         _run(session)
 
 
+@event.listens_for(Session, "after_rollback")
 def _session_rolled_back(session: Session) -> None:
-    if not session.in_nested_transaction():  # a savepoint takes its own messages with it, others may remain
+    if session in _pending and not session.in_nested_transaction():  # a savepoint takes its own, others may remain
         _pending[session].clear()
 
 
+@event.listens_for(Session, "after_transaction_end")
 def _session_transaction_ended(session: Session, transaction: SessionTransaction) -> None:
-    pending = _pending[session]
-    if transaction.parent is None and pending:
+    pending = _pending.get(session)
+    if pending and transaction.parent is None:
         count = len(pending)
         pending.clear()
         warnings.warn(
