@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("outbox")
 
 MOMENT = 0.01  # seconds between two notifications of one process
+LULL = 0.1  # the same while nobody sleeps
 NAP = 5.0  # seconds for which a sleeper says that it sleeps, at least
 SLEEPERS = 2  # the id of the state table's row in which they say so
 CHECK = 30.0  # seconds between two checks that the listening connection lives
@@ -110,20 +111,22 @@ class Notifier:
             await asyncio.sleep(2 * MOMENT)
         while self._pending:
             destinations, self._pending = sorted(self._pending), set()
+            woken = False
             try:
-                await self._store.apply(lambda connection: self._send(connection, destinations))  # noqa: B023
+                woken = await self._store.apply(lambda connection: self._send(connection, destinations))  # noqa: B023
                 self._warm = True
             except Exception as error:  # noqa: BLE001 - a wake-up is a hint
                 logger.debug("nobody was woken: %s", type(error).__name__)
-            await asyncio.sleep(MOMENT)
+            await asyncio.sleep(MOMENT if woken else LULL)
 
-    def _send(self, connection: Connection, destinations: list[str]) -> None:
+    def _send(self, connection: Connection, destinations: list[str]) -> bool:
+        """Notify whoever sleeps; says whether somebody does."""
         state = self._store.tables.state
         names = self._store.records("destinations", {"name": String}).alias("names")
         asleep = select(state.c.id).where(state.c.asleep_until > func.now()).exists()
         statement = select(func.pg_notify(self._channel, names.c.name)).select_from(names).where(asleep)
         rows = self._store.json([{"name": name} for name in destinations])
-        connection.execute(statement, {"destinations": rows}).all()
+        return bool(connection.execute(statement, {"destinations": rows}).all())
 
     def _say_asleep(self, connection: Connection, nap: float) -> None:
         state = self._store.tables.state
