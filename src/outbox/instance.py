@@ -154,7 +154,12 @@ class Outbox:
         timer_id: str | None = None,
         content_type: str | None = None,
     ) -> Message | None:
-        """Store a message in the session's own transaction; None if the timer already waits."""
+        """Store a message in the session's own transaction; None if the timer already waits.
+
+        The session may be SQLAlchemy's, or a connection of SQLAlchemy, asyncpg, psycopg or aiosqlite. Of a commit on a
+        driver's own connection nobody hears: on PostgreSQL the message is found by the next look, at most
+        `poll_interval` later.
+        """
         emitter = self._emitter
         message = emitter.message(routing_key, body, key=key, headers=headers, content_type=content_type)
         schedule = emitter.schedule(eta, expiration, timer_id)
@@ -173,7 +178,10 @@ class Outbox:
         timer_id: str | None = None,
         content_type: str | None = None,
     ) -> Message | None:
-        """`emit` for callers without an event loop."""
+        """`emit` for callers without an event loop.
+
+        The session may be a plain one of SQLAlchemy, or a connection of SQLAlchemy, psycopg, sqlite3 or Django.
+        """
         emitter = self._emitter
         message = emitter.message(routing_key, body, key=key, headers=headers, content_type=content_type)
         schedule = emitter.schedule(eta, expiration, timer_id)
