@@ -137,9 +137,8 @@ def _find(session: object) -> Kind:
         if kind is not None:
             return kind
     raise TransactionError(
-        f"cannot emit on {type(session).__name__!r}: pass what holds the transaction that the message belongs to, an "
-        "AsyncSession, Session, AsyncConnection or Connection of SQLAlchemy, or a connection of asyncpg, psycopg, "
-        "sqlite3, aiosqlite or Django"
+        f"cannot emit on {type(session).__name__!r}: pass the AsyncSession, Session, AsyncConnection or Connection of "
+        "SQLAlchemy, or the connection of asyncpg, psycopg, sqlite3, aiosqlite or Django, that holds the transaction"
     )
 
 
