@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("outbox")
 
-MOMENT = 0.01  # seconds between two notifications of one process
-LULL = 0.1  # the same while nobody sleeps
+MOMENT, LONGEST_MOMENT = 0.004, 0.02  # seconds between two notifications of one process, few commits or many
+CROWD = 2  # more commits than this in a moment make the next one longer
+LULL = 0.1  # seconds between two questions while nobody sleeps
 NAP = 5.0  # seconds for which a sleeper says that it sleeps, at least
 SLEEPERS = 2  # the id of the state table's row in which they say so
 CHECK = 30.0  # seconds between two checks that the listening connection lives
@@ -52,6 +53,8 @@ class Notifier:
         self._listening: asyncio.Task[None] | None = None
         self._asleep_until = 0.0
         self._warm = False  # whether a notification went out before, so that a connection is there
+        self._moment = MOMENT
+        self._announced = 0
         self._deaf = False  # whether a pooler stands between here and the server
 
     def notify(self, destinations: Iterable[str | None]) -> None:
@@ -101,6 +104,7 @@ class Notifier:
         return self._loop is loop
 
     def _notify_soon(self, destinations: set[str]) -> None:
+        self._announced += 1
         self._pending |= destinations
         if self._notifying is None or self._notifying.done():
             self._notifying = asyncio.get_running_loop().create_task(self._notify(), name="outbox notify")
@@ -108,7 +112,7 @@ class Notifier:
     async def _notify(self) -> None:
         if not self._warm:
             # A script that emits and ends shall not be met in the middle of connecting.
-            await asyncio.sleep(2 * MOMENT)
+            await asyncio.sleep(LONGEST_MOMENT)
         while self._pending:
             destinations, self._pending = sorted(self._pending), set()
             woken = False
@@ -117,7 +121,10 @@ class Notifier:
                 self._warm = True
             except Exception as error:  # noqa: BLE001 - a wake-up is a hint
                 logger.debug("nobody was woken: %s", type(error).__name__)
-            await asyncio.sleep(MOMENT if woken else LULL)
+            before = self._announced
+            await asyncio.sleep(self._moment if woken else LULL)
+            crowded = self._announced - before > CROWD
+            self._moment = min(2 * self._moment, LONGEST_MOMENT) if crowded else MOMENT
 
     def _send(self, connection: Connection, destinations: list[str]) -> bool:
         """Notify whoever sleeps; says whether somebody does."""
