@@ -96,6 +96,7 @@ class DatabaseTransport:
     @contextmanager
     def offer(self) -> Iterator[DatabaseOffer]:
         offer = DatabaseOffer()
+        self._changed.clear()  # what changes from here on ends the next wait for room
         try:
             for deliveries in self._consumers:
                 offer.ask(deliveries)
@@ -104,7 +105,6 @@ class DatabaseTransport:
             offer.withdraw()
 
     async def room(self, longest: float) -> None:
-        self._changed.clear()
         with suppress(TimeoutError):
             async with asyncio.timeout(longest):
                 await self._changed.wait()
