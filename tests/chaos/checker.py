@@ -1,0 +1,328 @@
+"""Checker: what histories and final tables say together. A pure function; it knows no process and no database."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from enum import StrEnum
+from hashlib import sha256
+
+from tests.chaos.fates import FATES, MOST_ATTEMPTS, MOST_CRASHES, QUEUES
+from tests.chaos.history import COMMITTED, ROLLED_BACK, UNKNOWN, Emitted, History
+
+RECOVERY = 10.0  # seconds within which work resumes after a fault is over
+STOPPING = 20.0  # seconds within which a process that was told to stop is gone
+TOLERANCE = 3  # a slow machine may take so many times as long
+
+PLANNED_FAILURE = "PlannedFailure"
+
+
+class Kind(StrEnum):
+    """What can be wrong."""
+
+    LOST = "lost"  # committed, and neither effect nor dead letter nor waiting
+    STUCK = "stuck"  # still waiting after everything had time to end
+    PHANTOM = "phantom"  # something of a message that was never committed
+    MISROUTED = "misrouted"  # something in a queue that was not bound to the message
+    REPEATED = "repeated"  # it ended more than once
+    TORN = "torn"  # the producer's own row is not what the producer was told
+    UNRESOLVED = "unresolved"  # nobody can tell whether a transaction committed
+    ALTERED = "altered"  # delivered or buried otherwise than it was emitted
+    DEAD = "dead"  # a dead letter that should have been none
+    ALIVE = "alive"  # an effect where a dead letter was due
+    REASON = "reason"  # a dead letter with a wrong reason
+    SWALLOWED = "swallowed"  # an effect of an attempt that failed
+    UNTRIED = "untried"  # an attempt was counted that nobody made
+    RETRIES = "retries"  # more or fewer attempts than planned
+    CRASHES = "crashes"  # tried again after it had killed enough workers, or buried before
+    STOLEN = "stolen"  # a lease was taken that had not ended
+    LATE = "late"  # written under a lease that had ended
+    FOREIGN = "foreign"  # written under a lease that another process held
+    UNHELD = "unheld"  # removed from its queue without a lease
+    IDLE = "idle"  # no work was done after the last fault
+    DESERTED = "deserted"  # a process ended that nobody had told to
+    HUNG = "hung"  # a process did not end when it was told to
+
+
+@dataclass(frozen=True)
+class Violation:
+    """One broken promise."""
+
+    kind: Kind
+    what: str  # the id of a message, a transaction's number, or the name of a process
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What a listener wrote through its session."""
+
+    message_id: str
+    queue: str
+    attempt: int
+    digest: str  # of the message that the listener saw
+    at: float = 0.0
+
+
+@dataclass(frozen=True)
+class Buried:
+    """A dead letter."""
+
+    message: Emitted
+    queue: str
+    reason: str
+    attempts: int
+    crashes: int
+    history: str = ""
+
+
+@dataclass(frozen=True)
+class Change:
+    """An update or deletion of a message's row, as a trigger saw it. A deletion has no new token."""
+
+    application: str | None  # the process whose connection it was, where the database knows
+    statement_at: datetime  # when the statement began, by the database's clock
+    deleted: bool
+    row: int
+    message_id: str
+    queue: str  # before the change
+    old_token: str | None
+    old_until: datetime | None
+    new_token: str | None
+
+
+@dataclass(frozen=True)
+class FinalTables:
+    """What the database held in the end."""
+
+    orders: frozenset[str] = frozenset()
+    effects: tuple[Effect, ...] = ()
+    waiting: tuple[tuple[str, str], ...] = ()  # message ids and queues
+    dead_letters: tuple[Buried, ...] = ()
+    changes: tuple[Change, ...] = ()  # in the order in which they happened to each row
+    open_sessions: int = 0  # of processes that should be gone
+
+
+def check(history: History, tables: FinalTables) -> list[Violation]:
+    """Every promise that was broken; empty is what we want."""
+    facts = _Facts.of(history, tables)
+    return [
+        *_transactions(history, tables),
+        *_ends(facts),
+        *_strangers(facts),
+        *_effects(facts),
+        *_dead_letters(facts),
+        *_leases(tables),
+        *_recovery(history, tables),
+        *_processes(history),
+    ]
+
+
+Place = tuple[str, str]  # a message's id and a queue
+
+
+@dataclass
+class _Facts:
+    """Histories and tables, by message and queue."""
+
+    committed: dict[str, Emitted] = field(default_factory=dict)
+    effects: dict[Place, list[Effect]] = field(default_factory=lambda: defaultdict(list))
+    buried: dict[Place, list[Buried]] = field(default_factory=lambda: defaultdict(list))
+    waiting: Counter[Place] = field(default_factory=Counter)
+    tried: dict[Place, set[int]] = field(default_factory=lambda: defaultdict(set))
+    runs: Counter[Place] = field(default_factory=Counter)
+
+    @classmethod
+    def of(cls, history: History, tables: FinalTables) -> _Facts:
+        facts = cls()
+        for transaction in history.transactions:
+            if transaction.number in tables.orders:
+                facts.committed.update((message.id, message) for message in transaction.messages)
+        for effect in tables.effects:
+            facts.effects[effect.message_id, effect.queue].append(effect)
+        for letter in tables.dead_letters:
+            facts.buried[letter.message.id, letter.queue].append(letter)
+        facts.waiting.update(tables.waiting)
+        for run in history.runs:
+            place = run.message_id, run.queue
+            facts.tried[place].add(run.attempt)
+            facts.runs[place] += not run.failed
+        return facts
+
+    @property
+    def expected(self) -> Iterator[tuple[Emitted, Place]]:
+        """Every message that was committed, with each place where it must have ended."""
+        for message in self.committed.values():
+            for queue in QUEUES[message.routing_key]:
+                yield message, (message.id, queue)
+
+
+def _transactions(history: History, tables: FinalTables) -> Iterator[Violation]:
+    """The producer's own row tells what became of a transaction, and must agree with what the producer was told."""
+    for transaction in history.transactions:
+        number, found = transaction.number, transaction.number in tables.orders
+        if transaction.outcome == COMMITTED and not found:
+            yield Violation(Kind.TORN, number, "the producer was told that it committed, and its row is not there")
+        if transaction.outcome == ROLLED_BACK and found:
+            yield Violation(Kind.TORN, number, "the producer was told that it rolled back, and its row is there")
+        if transaction.outcome == UNKNOWN and tables.open_sessions:
+            yield Violation(Kind.UNRESOLVED, number, f"{tables.open_sessions} sessions are still open")
+
+
+def _ends(facts: _Facts) -> Iterator[Violation]:
+    """Everything that was committed ended in each of its queues, and ended once."""
+    for message, place in facts.expected:
+        ends = len(facts.effects.get(place, ())) + len(facts.buried.get(place, ()))
+        unrouted = facts.waiting[message.id, ""]
+        waiting = facts.waiting[place] + unrouted
+        if waiting:
+            yield Violation(Kind.STUCK, message.id, f"waits in {place[1] if not unrouted else 'no queue yet'}")
+        if not ends and not waiting:
+            yield Violation(Kind.LOST, message.id, f"{message.fate}, {place[1]}: no trace of it")
+        if ends > 1 or (ends and waiting):
+            effects, letters = len(facts.effects.get(place, ())), len(facts.buried.get(place, ()))
+            yield Violation(
+                Kind.REPEATED, message.id, f"{place[1]}: {effects} effects, {letters} dead letters, {waiting} waiting"
+            )
+
+
+def _strangers(facts: _Facts) -> Iterator[Violation]:
+    """Nothing ended that was not committed, and nothing ended where it was not sent."""
+    for what, places in (("effect", facts.effects), ("dead letter", facts.buried), ("row", facts.waiting)):
+        for message_id, queue in places:
+            message = facts.committed.get(message_id)
+            if message is None:
+                yield Violation(Kind.PHANTOM, message_id, f"{what} in {queue or 'no queue yet'}")
+            elif queue and queue not in QUEUES[message.routing_key]:
+                yield Violation(Kind.MISROUTED, message_id, f"{what} in {queue}")
+
+
+def _effects(facts: _Facts) -> Iterator[Violation]:
+    """An effect is of the message as it was emitted, and of an attempt that was made and did not fail."""
+    for message, place in facts.expected:
+        fate = FATES[message.fate]
+        for effect in facts.effects.get(place, ()):
+            if effect.digest != digest(message):
+                yield Violation(Kind.ALTERED, message.id, f"{place[1]}: the listener saw something else")
+            if fate.reason is not None:
+                yield Violation(Kind.ALIVE, message.id, f"{place[1]}: {fate.name}, and yet it had an effect")
+            elif effect.attempt <= fate.failures:
+                yield Violation(Kind.SWALLOWED, message.id, f"{place[1]}: attempt {effect.attempt} {fate.name}")
+            untried = set(range(1, effect.attempt + 1)) - facts.tried.get(place, set())
+            if untried:
+                yield Violation(Kind.UNTRIED, message.id, f"{place[1]}: attempts {sorted(untried)} were never made")
+
+
+def _dead_letters(facts: _Facts) -> Iterator[Violation]:
+    """A dead letter is one that was meant to be, unchanged, for the right reason and after the right attempts."""
+    for message, place in facts.expected:
+        fate = FATES[message.fate]
+        for letter in facts.buried.get(place, ()):
+            if letter.message != message:
+                yield Violation(Kind.ALTERED, message.id, f"{place[1]}: {_differences(letter.message, message)}")
+            if fate.reason is None:
+                yield Violation(Kind.DEAD, message.id, f"{place[1]}: {fate.name}, and yet it is dead: {letter.reason}")
+            elif letter.reason != fate.reason:
+                yield Violation(Kind.REASON, message.id, f"{place[1]}: {letter.reason} instead of {fate.reason}")
+            elif letter.reason == "crashed":
+                yield from _crashes(facts, place, letter)
+            else:
+                yield from _attempts(letter)
+
+
+def _crashes(facts: _Facts, place: Place, letter: Buried) -> Iterator[Violation]:
+    runs = facts.runs[place]
+    if letter.crashes != MOST_CRASHES or runs > MOST_CRASHES:
+        yield Violation(Kind.CRASHES, place[0], f"{place[1]}: {letter.crashes} crashes, {runs} runs")
+
+
+def _attempts(letter: Buried) -> Iterator[Violation]:
+    """The history has a line for every attempt, and the last planned failure was the last attempt."""
+    lines = re.findall(r"attempt (\d+) (failed|was the last, \w+): (\w*)", letter.history)
+    numbers = [int(number) for number, _, _ in lines]
+    if numbers != list(range(1, letter.attempts + 1)):
+        yield Violation(Kind.RETRIES, letter.message.id, f"{letter.attempts} attempts, and the history tells {numbers}")
+    if letter.reason == "exhausted" and letter.attempts < MOST_ATTEMPTS:
+        yield Violation(Kind.RETRIES, letter.message.id, f"given up after {letter.attempts} attempts")
+    for number, end, error in lines:
+        if end == "failed" and error == PLANNED_FAILURE and int(number) >= MOST_ATTEMPTS:
+            yield Violation(Kind.RETRIES, letter.message.id, f"tried again after attempt {number}")
+
+
+def _leases(tables: FinalTables) -> Iterator[Violation]:
+    """A row under a lease is written by the lease's holder while it holds, and by nobody else before it ended.
+
+    A statement's condition is looked at after the statement began. So a lease that had ended when it began must have
+    stopped it, and one that had not ended when a claim began must have kept the claim away.
+    """
+    holders: dict[str, str | None] = {}
+    for change in tables.changes:
+        held_by = change.old_token
+        if change.new_token is not None and change.new_token not in holders:
+            holders[change.new_token] = change.application
+        if held_by is None or change.old_until is None:
+            if change.deleted and change.queue:
+                yield Violation(Kind.UNHELD, change.message_id, f"row {change.row} deleted by {change.application}")
+            continue
+        ended = change.old_until <= change.statement_at
+        if change.new_token not in (None, held_by):
+            if not ended:
+                yield Violation(Kind.STOLEN, change.message_id, f"row {change.row} taken by {change.application}")
+        elif ended:
+            yield Violation(Kind.LATE, change.message_id, f"row {change.row} written by {change.application}")
+        elif holders.get(held_by) != change.application:
+            holder = holders.get(held_by)
+            yield Violation(Kind.FOREIGN, change.message_id, f"held by {holder}, written by {change.application}")
+
+
+def _recovery(history: History, tables: FinalTables) -> Iterator[Violation]:
+    """After the last fault work went on."""
+    times = recovery_times(history, tables)
+    if not times:
+        return
+    last, took = max(times, key=lambda pair: pair[0])
+    if took is None or took > RECOVERY * TOLERANCE:
+        kind = next(fault.kind for fault in history.faults if fault.ended == last)
+        told = "nothing was done" if took is None else f"nothing was done for {took:.1f} s"
+        yield Violation(Kind.IDLE, kind, f"{told} after the last fault")
+
+
+def recovery_times(history: History, tables: FinalTables) -> list[tuple[float, float | None]]:
+    """For each fault when it was over, and the seconds until the next effect; none if there was no more."""
+    effects = sorted(effect.at for effect in tables.effects)
+    times: list[tuple[float, float | None]] = []
+    position = 0
+    for fault in sorted(history.faults, key=lambda fault: fault.ended):
+        while position < len(effects) and effects[position] < fault.ended:
+            position += 1
+        times.append((fault.ended, effects[position] - fault.ended if position < len(effects) else None))
+    return times
+
+
+def _processes(history: History) -> Iterator[Violation]:
+    """A process that was at work ends when it is told to, and not before."""
+    for ending in history.endings:
+        if ending.started and not ending.told:
+            yield Violation(Kind.DESERTED, ending.process, f"it ended by itself with code {ending.code}")
+        if ending.told and ending.seconds > STOPPING * TOLERANCE:
+            yield Violation(Kind.HUNG, ending.process, f"it took {ending.seconds:.0f} s to stop")
+
+
+def digest(message: Emitted) -> str:
+    """What a listener can say of a message in a few letters, so that a changed one is seen."""
+    told = [message.id, message.routing_key, message.key, sorted(message.headers.items()), message.content_type]
+    return sha256(repr(told).encode() + message.body).hexdigest()[:16]
+
+
+def _differences(found: Emitted, emitted: Emitted) -> str:
+    before, after = vars(emitted), vars(found)
+    changed = [name for name in before if name != "fate" and before[name] != after[name]]
+    return ", ".join(f"{name} is {after[name]!r}, was {before[name]!r}" for name in changed)
+
+
+def count(violations: list[Violation]) -> Mapping[Kind, int]:
+    """How many of each kind."""
+    return Counter(violation.kind for violation in violations)

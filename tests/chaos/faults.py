@@ -1,0 +1,154 @@
+"""Faults: each kind as a coroutine that lasts as long as the fault does, and leaves the world mended.
+
+A fault answers with what it did. One that could not strike, because there was nobody to strike, raises `Missed`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Awaitable, Callable, Mapping
+
+from tests.chaos.database import Database, PostgresqlDatabase
+from tests.chaos.processes import RELAY, WORKER, Crew
+from tests.chaos.proxy import Link
+from tests.chaos.schedule import Planned
+
+HOUR = 3600.0
+TRIP_WITHIN = 10.0  # seconds for the commit or the write that is waited for
+
+
+class Missed(Exception):
+    """There was nothing to strike."""
+
+
+class Faults:
+    """Does what the schedule says."""
+
+    def __init__(self, crew: Crew, database: Database) -> None:
+        self._crew = crew
+        self._database = database
+        self._alone = asyncio.Lock()  # a database can be down for one reason at a time
+        self._ways: Mapping[str, Callable[[Planned], Awaitable[None]]] = {
+            "kill a producer": self._kill,
+            "kill a relay": self._kill,
+            "kill a worker": self._kill,
+            "freeze": self._freeze,
+            "rolling restart": self._rolling_restart,
+            "wrong clock": self._wrong_clock,
+            "full disk": self._full_disk,
+            "crash the database": self._crash,
+            "restart the database": self._restart,
+            "end sessions": self._end_sessions,
+            "cut": self._cut,
+            "black hole": self._black_hole,
+            "delay": self._delay,
+            "cut at commit": self._cut_at_commit,
+            "cut at write": self._cut_at_write,
+        }
+
+    async def strike(self, fault: Planned) -> None:
+        await self._ways[fault.kind](fault)
+
+    # Processes.
+
+    async def _kill(self, fault: Planned) -> None:
+        if not self._crew.named(fault.target).signal(signal.SIGKILL):
+            raise Missed
+
+    async def _freeze(self, fault: Planned) -> None:
+        """Longer than a lease, so that it wakes up with work that is no longer its own."""
+        member = self._crew.named(fault.target)
+        frozen = member.incarnation
+        if not member.signal(signal.SIGSTOP):
+            raise Missed
+        try:
+            await asyncio.sleep(fault.seconds)
+        finally:
+            if member.incarnation == frozen:
+                member.signal(signal.SIGCONT)
+
+    async def _rolling_restart(self, fault: Planned) -> None:
+        """One after another, as a deployment would."""
+        for member in self._crew.of(RELAY, WORKER):
+            await member.stop()
+
+    async def _wrong_clock(self, fault: Planned) -> None:
+        """From now on its clock is an hour off, until its end."""
+        await self._crew.named(fault.target).replace(HOUR if fault.chance < 0.5 else -HOUR)
+
+    # The database.
+
+    async def _full_disk(self, fault: Planned) -> None:
+        async with self._alone:
+            try:
+                await asyncio.to_thread(self._database.disk.fill)
+                await asyncio.sleep(fault.seconds)
+            finally:
+                self._database.disk.free()
+                if isinstance(self._database, PostgresqlDatabase):
+                    await asyncio.to_thread(self._database.recover)
+
+    async def _crash(self, fault: Planned) -> None:
+        async with self._alone:
+            await asyncio.to_thread(self._server.crash)
+            await asyncio.sleep(fault.seconds)
+            await asyncio.to_thread(self._server.start)
+
+    async def _restart(self, fault: Planned) -> None:
+        async with self._alone:
+            await asyncio.to_thread(self._server.stop)
+            await asyncio.sleep(fault.seconds)
+            await asyncio.to_thread(self._server.start)
+
+    async def _end_sessions(self, fault: Planned) -> None:
+        async with self._alone:
+            if not await asyncio.to_thread(self._server.terminate_backends, max(0.2, fault.chance)):
+                raise Missed
+
+    # The network.
+
+    async def _cut(self, fault: Planned) -> None:
+        if not self._link(fault).cut():
+            raise Missed
+
+    async def _black_hole(self, fault: Planned) -> None:
+        link = self._link(fault)
+        link.swallow()
+        try:
+            await asyncio.sleep(fault.seconds)
+        finally:
+            link.heal()
+
+    async def _delay(self, fault: Planned) -> None:
+        link = self._link(fault)
+        link.slow_down(0.02 + 0.2 * fault.chance)
+        try:
+            await asyncio.sleep(fault.seconds)
+        finally:
+            link.heal()
+
+    async def _cut_at_commit(self, fault: Planned) -> None:
+        """The server has committed, and its client does not hear of it."""
+        await self._trip(fault, "COMMIT")
+
+    async def _cut_at_write(self, fault: Planned) -> None:
+        """A claim, a settlement or an emit was carried out, and its client does not hear of it."""
+        await self._trip(fault, "UPDATE", "DELETE", "INSERT")
+
+    async def _trip(self, fault: Planned, *commands: str) -> None:
+        link = self._link(fault)
+        link.trip_at(commands)
+        if not await asyncio.to_thread(link.tripped.wait, TRIP_WITHIN):
+            link.trip_at(())
+            raise Missed
+
+    @property
+    def _server(self) -> PostgresqlDatabase:
+        assert isinstance(self._database, PostgresqlDatabase)
+        return self._database
+
+    def _link(self, fault: Planned) -> Link:
+        link = self._crew.named(fault.target).link
+        assert link is not None
+        return link

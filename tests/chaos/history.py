@@ -1,0 +1,133 @@
+"""History: what processes and the rig say they did, a JSON line at a time, on disk before they go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from base64 import b64decode, b64encode
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+COMMITTED, ROLLED_BACK, UNKNOWN = "committed", "rolled back", "unknown"
+
+
+class Historian:
+    """Writes one process's history. A line is on disk when `note` returns."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._lock = threading.Lock()
+
+    def note(self, event: str, **facts: object) -> None:
+        line = json.dumps({"event": event, "at": time.time(), **facts}) + "\n"
+        with self._lock:
+            os.write(self._file, line.encode())
+            os.fsync(self._file)
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """A message as its producer made it."""
+
+    id: str
+    routing_key: str
+    body: bytes
+    headers: Mapping[str, str]
+    key: str | None
+    content_type: str
+    fate: str = field(default="", compare=False)  # known to its producer alone
+
+    def as_facts(self) -> dict[str, Any]:
+        return {**vars(self), "headers": dict(self.headers), "body": b64encode(self.body).decode()}
+
+    @classmethod
+    def from_facts(cls, facts: dict[str, Any]) -> Emitted:
+        return cls(**{**facts, "body": b64decode(facts["body"])})
+
+
+@dataclass
+class Transaction:
+    """What a producer meant to commit: a row of its own, and these messages."""
+
+    number: str
+    messages: tuple[Emitted, ...]
+    taken_back: tuple[str, ...] = ()  # ids of messages whose savepoint was rolled back
+    outcome: str = UNKNOWN  # as far as the producer could tell
+
+
+@dataclass(frozen=True)
+class Run:
+    """A listener's run for a message began; `failed` if it then failed on purpose."""
+
+    message_id: str
+    queue: str
+    attempt: int
+    failed: bool = False
+
+
+@dataclass(frozen=True)
+class Struck:
+    """A fault that really happened, and when it was over."""
+
+    kind: str
+    target: str
+    began: float
+    ended: float
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a process ended. `started`: it had said that it is at work; `told`: the rig killed or stopped it."""
+
+    process: str
+    code: int
+    started: bool
+    told: bool
+    seconds: float = 0.0  # from being told to being gone
+
+
+@dataclass
+class History:
+    """Everything that was noted in a run."""
+
+    transactions: list[Transaction] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
+    faults: list[Struck] = field(default_factory=list)
+    endings: list[Ending] = field(default_factory=list)
+
+
+def read(folder: Path) -> History:
+    """All histories of a folder, as one."""
+    history = History()
+    for path in sorted(folder.glob("*.jsonl")):
+        transactions: dict[str, Transaction] = {}
+        for line in _lines(path):
+            _enter(line, history, transactions)
+        history.transactions += transactions.values()
+    return history
+
+
+def _enter(line: dict[str, Any], history: History, transactions: dict[str, Transaction]) -> None:
+    match line:
+        case {"event": "intends", "number": number, "messages": messages, "taken_back": taken_back}:
+            emitted = tuple(Emitted.from_facts(facts) for facts in messages)
+            transactions[number] = Transaction(number, emitted, tuple(taken_back))
+        case {"event": "ended", "number": number, "outcome": outcome} if number in transactions:
+            transactions[number].outcome = outcome
+        case {"event": "began" | "failed" as event, "message": message_id, "queue": queue, "attempt": attempt}:
+            history.runs.append(Run(message_id, queue, attempt, failed=event == "failed"))
+        case {"event": "fault", "kind": kind, "target": target, "began": began, "ended": ended}:
+            history.faults.append(Struck(kind, target, began, ended))
+        case {"event": "ending", "process": process, **how}:
+            history.endings.append(Ending(process, how["code"], how["started"], how["told"], how["seconds"]))
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a file; the last one may be torn, if its process was killed while it wrote."""
+    lines = path.read_bytes().split(b"\n")
+    for line in lines[:-1]:
+        yield json.loads(line)

@@ -1,0 +1,217 @@
+"""Producer: commits rows of its own together with messages, and tells before and after what it did.
+
+    python -m tests.chaos.producer async|sync
+
+`intends` is on disk before a transaction may commit, and `ended` after it did: committed, rolled back, or unknown if
+the connection was lost while it committed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import signal
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from sqlalchemy import create_engine, insert
+from sqlalchemy.orm import Session
+
+import outbox.sqlite
+from outbox import Message, Outbox
+from outbox.adapters import sync_url
+from tests.chaos.fates import FATES, Fate, choose
+from tests.chaos.history import COMMITTED, ROLLED_BACK, UNKNOWN, Emitted
+from tests.chaos.surroundings import Surroundings, historian
+from tests.chaos.tables import orders
+
+PAUSE = 0.2  # seconds after an error
+ROLLBACKS, SAVEPOINTS, LARGE = 0.15, 0.1, 0.01  # of all transactions, transactions, bodies
+
+logger = logging.getLogger("chaos")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One transaction, before it is tried: bodies by routing key."""
+
+    number: str
+    bodies: dict[str, list[tuple[Fate, object]]]
+    size: int
+    commits: bool
+    savepoint: bool  # emits one more message, in a savepoint that is rolled back
+
+
+def plans(here: Surroundings) -> Iterator[Plan]:
+    """The same for the same seed and name."""
+    chance = random.Random(f"{here.seed} {here.name}")
+    number = 0
+    while True:
+        number += 1
+        size = chance.choice([1, 1, 1, 2, 3, 5, 10, 30])
+        bodies = defaultdict(list)
+        for position in range(size):
+            fate, routing_key = choose(chance, here.kills)
+            bodies[routing_key].append((fate, _body(chance, fate, f"{here.name} {number} {position}")))
+        commits, savepoint = chance.random() >= ROLLBACKS, chance.random() < SAVEPOINTS
+        yield Plan(f"{here.name} {number}", dict(bodies), size, commits, savepoint)
+
+
+def _body(chance: random.Random, fate: Fate, name: str) -> object:
+    if fate.reason == "undecodable":
+        return b"\x00\xff" + chance.randbytes(20)
+    padding = "ü" * (20_000 if chance.random() < LARGE else chance.randrange(50))
+    return {"fate": fate.name, "name": name, "padding": padding}
+
+
+class PlannedRollback(Exception):
+    """The transaction was meant to be rolled back."""
+
+
+@dataclass
+class Attempt:
+    """A transaction that is being tried."""
+
+    plan: Plan
+    outcome: str = ROLLED_BACK  # as long as nobody tried to commit
+    emitted: list[Emitted] = field(default_factory=list)
+    taken_back: list[str] = field(default_factory=list)
+
+    def add(self, messages: list[Message], fates: list[Fate]) -> None:
+        for message, fate in zip(messages, fates, strict=True):
+            self.emitted.append(
+                Emitted(
+                    id=message.id,
+                    routing_key=message.routing_key,
+                    body=message.body,
+                    headers=message.headers,
+                    key=message.key,
+                    content_type=message.content_type,
+                    fate=fate.name,
+                )
+            )
+
+    def ready(self) -> None:
+        """The last word before the transaction ends, one way or the other."""
+        historian().note(
+            "intends",
+            number=self.plan.number,
+            messages=[message.as_facts() for message in self.emitted],
+            taken_back=self.taken_back,
+        )
+        if not self.plan.commits:
+            raise PlannedRollback
+        self.outcome = UNKNOWN
+
+    def committed(self) -> None:
+        self.outcome = COMMITTED
+
+
+class Producer:
+    """Tries one plan after another, at its rate, until it is told to stop."""
+
+    def __init__(self, here: Surroundings, its_outbox: Outbox) -> None:
+        self._here = here
+        self._outbox = its_outbox
+        self._stopping = False
+        self._due = time.monotonic()
+
+    async def produce(self) -> None:
+        """With an event loop."""
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._stop)
+        for plan in self._plans():
+            await self._try(plan)
+            await asyncio.sleep(self._pause_after(plan))
+        await self._outbox.close()
+
+    def produce_now(self) -> None:
+        """Without one."""
+        signal.signal(signal.SIGTERM, self._stop)
+        engine = create_engine(sync_url(self._outbox.engines.main.url), pool_pre_ping=True)
+        if engine.dialect.name == "sqlite":
+            outbox.sqlite.prepare(engine)
+        for plan in self._plans():
+            with self._attempted(plan) as attempt:
+                with Session(engine) as session, session.begin():
+                    self._write_now(session, attempt)
+                    attempt.ready()
+                attempt.committed()
+            time.sleep(self._pause_after(plan))
+
+    async def _try(self, plan: Plan) -> None:
+        with self._attempted(plan) as attempt:
+            async with self._outbox.transaction() as session:
+                await session.execute(insert(orders).values(number=plan.number, messages=plan.size))
+                for routing_key, bodies in plan.bodies.items():
+                    fates, contents = zip(*bodies, strict=True)
+                    headers = {"number": plan.number.replace(" ", "-")}
+                    messages = await self._outbox.emit_many(
+                        session, routing_key, contents, key=plan.number, headers=headers
+                    )
+                    attempt.add(messages, list(fates))
+                if plan.savepoint:
+                    savepoint = await session.begin_nested()
+                    message = await self._outbox.emit(session, "order.placed", {"fate": FATES["fine"].name})
+                    attempt.taken_back.append(message.id if message else "")
+                    await savepoint.rollback()
+                attempt.ready()
+            attempt.committed()
+
+    def _write_now(self, session: Session, attempt: Attempt) -> None:
+        plan = attempt.plan
+        session.execute(insert(orders).values(number=plan.number, messages=plan.size))
+        for routing_key, bodies in plan.bodies.items():
+            for fate, body in bodies:
+                message = self._outbox.emit_sync(session, routing_key, body, headers={"umlaut": "größer"})
+                attempt.add([message] if message else [], [fate])
+        if plan.savepoint:
+            savepoint = session.begin_nested()
+            message = self._outbox.emit_sync(session, "order.placed", {"fate": FATES["fine"].name})
+            attempt.taken_back.append(message.id if message else "")
+            savepoint.rollback()
+
+    @contextmanager
+    def _attempted(self, plan: Plan) -> Iterator[Attempt]:
+        attempt = Attempt(plan)
+        try:
+            yield attempt
+        except PlannedRollback:
+            pass
+        except Exception as error:  # noqa: BLE001 - drivers throw what they like
+            logger.warning("%s: %s", attempt.outcome, " ".join(str(error).split())[:300] or type(error).__name__)
+            time.sleep(PAUSE)
+        historian().note("ended", number=plan.number, outcome=attempt.outcome)
+
+    def _plans(self) -> Iterator[Plan]:
+        for plan in plans(self._here):
+            if self._stopping:
+                return
+            yield plan
+
+    def _pause_after(self, plan: Plan) -> float:
+        """Seconds to wait to keep the rate; what was missed by more than one is not made up for."""
+        now = time.monotonic()
+        self._due = max(self._due + plan.size / self._here.rate, now - 1.0)
+        return max(0.0, self._due - now)
+
+    def _stop(self, *_: object) -> None:
+        self._stopping = True
+
+
+def main(way: str) -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    producer = Producer(Surroundings.here(), Outbox())
+    logger.info("producer started")
+    if way == "async":
+        asyncio.run(producer.produce())
+    else:
+        producer.produce_now()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,91 @@
+"""Profiles: how large a run is. Short ones are part of the tests, long ones are for `python -m tests.chaos`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from tests.chaos.database import MEBIBYTE, Database, PostgresqlDatabase, SqliteDatabase
+from tests.chaos.processes import PRODUCER, RELAY, WORKER
+from tests.chaos.schedule import KINDS, ON_SQLITE
+
+
+@dataclass(frozen=True)
+class Profile:
+    """How large a run is."""
+
+    database: type[Database]
+    seconds: float  # over which the faults are spread
+    faults: int
+    messages: int  # to emit at least, those that are rolled back not counted
+    members: Mapping[str, int]
+    lease: float = 2.0
+    poll_interval: float = 0.5
+    slow: float = 2.5  # seconds, longer than a lease
+    kills: float = 0.0005  # share of messages that kill their worker
+    disk: int = 256 * MEBIBYTE
+    quiesce: float = 300.0  # seconds for everything to end once the faults are over
+
+    @property
+    def kinds(self) -> Sequence[str]:
+        return tuple(KINDS) if self.database is PostgresqlDatabase else ON_SQLITE
+
+    @property
+    def rate(self) -> float:
+        """What each producer has to emit in a second: a third more than if none of it were rolled back or refused."""
+        return 1.35 * self.messages / self.seconds / self.members[PRODUCER]
+
+    def lasting(self, minutes: float) -> Profile:
+        """The same density of faults and messages, for another time."""
+        longer = minutes * 60 / self.seconds
+        return replace(
+            self,
+            seconds=minutes * 60,
+            faults=max(len(self.kinds), round(self.faults * longer)),
+            messages=round(self.messages * longer),
+        )
+
+
+SHORT: Mapping[str, Profile] = {
+    "postgresql": Profile(
+        PostgresqlDatabase,
+        seconds=25,
+        faults=18,
+        messages=1500,
+        members={PRODUCER: 2, RELAY: 1, WORKER: 2},
+        kills=0.002,
+    ),
+    "sqlite": Profile(
+        SqliteDatabase,
+        seconds=12,
+        faults=8,
+        messages=300,
+        members={PRODUCER: 2, RELAY: 1, WORKER: 2},
+        slow=0.1,
+        kills=0.003,
+        disk=64 * MEBIBYTE,
+    ),
+}
+
+LONG: Mapping[str, Profile] = {
+    "postgresql": Profile(
+        PostgresqlDatabase,
+        seconds=600,
+        faults=150,
+        messages=52_000,
+        members={PRODUCER: 3, RELAY: 2, WORKER: 3},
+        disk=1024 * MEBIBYTE,
+        quiesce=900,
+    ),
+    "sqlite": Profile(
+        SqliteDatabase,
+        seconds=180,
+        faults=40,
+        messages=5_000,
+        members={PRODUCER: 2, RELAY: 1, WORKER: 2},
+        slow=0.1,
+        kills=0.001,
+        disk=256 * MEBIBYTE,
+        quiesce=900,
+    ),
+}

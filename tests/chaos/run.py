@@ -1,0 +1,203 @@
+"""Run: one seed from the first process to the verdict."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import statistics
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.chaos import checker, history
+from tests.chaos.checker import FinalTables, Violation
+from tests.chaos.database import Database
+from tests.chaos.faults import Faults, Missed
+from tests.chaos.history import Historian, History
+from tests.chaos.processes import PRODUCER, RELAY, WORKER, Crew, Member
+from tests.chaos.profiles import Profile
+from tests.chaos.schedule import Planned, schedule
+from tests.chaos.surroundings import Surroundings
+
+Say = Callable[[str], None]
+
+STARTING = 60.0  # seconds for all processes to be at work
+LOOK_EVERY = 0.2  # seconds
+
+
+@dataclass
+class Report:
+    """What a run did, and what was wrong."""
+
+    profile: Profile
+    seed: int
+    folder: Path
+    seconds: float
+    history: History
+    tables: FinalTables
+    violations: list[Violation]
+    missed: Counter[str]
+    skipped: dict[str, str] = field(default_factory=dict)  # kinds of faults that this machine cannot have, and why
+
+    @property
+    def messages(self) -> int:
+        return sum(len(each.messages) for each in self.history.transactions if each.number in self.tables.orders)
+
+    @property
+    def recovery_times(self) -> list[float]:
+        return [took for _, took in checker.recovery_times(self.history, self.tables) if took is not None]
+
+    def lines(self) -> list[str]:
+        outcomes = Counter(each.outcome for each in self.history.transactions)
+        struck = Counter(fault.kind for fault in self.history.faults)
+        deaths = sum(ending.code == -9 for ending in self.history.endings)
+        times = self.recovery_times or [0.0]
+        return [
+            f"{self.profile.database.name}, seed {self.seed}, {self.seconds:.0f} s",
+            "",
+            f"  {'fault':24}{'struck':>8}{'missed':>8}",
+            *(f"  {kind:24}{struck[kind]:>8}{self.missed[kind] or '':>8}" for kind in self.profile.kinds),
+            f"  {'all':24}{sum(struck.values()):>8}",
+            *(f"  skipped: {kind}: {reason}" for kind, reason in self.skipped.items()),
+            "",
+            f"  messages committed      {self.messages:>8}",
+            f"  effects                 {len(self.tables.effects):>8}",
+            f"  dead letters            {len(self.tables.dead_letters):>8}",
+            f"  transactions            {sum(outcomes.values()):>8}  "
+            + ", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items())),
+            f"  runs of listeners       {sum(not run.failed for run in self.history.runs):>8}",
+            f"  processes that ended    {len(self.history.endings):>8}  {deaths} of them killed",
+            f"  writes under leases     {len(self.tables.changes):>8}",
+            f"  next effect after fault {statistics.median(times):>8.2f} s median, "
+            f"{_most(times):.2f} s for 95 %, {max(times):.2f} s longest",
+            "",
+            f"  violations              {len(self.violations):>8}",
+            *(f"    {kind:12}{count:>6}" for kind, count in checker.count(self.violations).items()),
+            *(f"    {each.kind}: {each.what}: {each.detail}" for each in self.violations[:20]),
+        ]
+
+
+def _most(times: list[float]) -> float:
+    """What 95 % of them do not exceed."""
+    return sorted(times)[int((len(times) - 1) * 0.95)]
+
+
+def run(profile: Profile, seed: int, say: Say = lambda _: None) -> Report:
+    """Torment the library, then check what it promised. The folder stays if something is wrong."""
+    folder = Path(tempfile.mkdtemp(prefix=f"outbox-chaos-{seed}-"))
+    for name in ("histories", "logs", "killed"):
+        (folder / name).mkdir()
+    began = time.monotonic()
+    with profile.database(profile.disk) as database:
+        rig = _Rig(profile, seed, folder, database, say)
+        asyncio.run(rig.run())
+        told, tables = history.read(folder / "histories"), database.final_tables()
+    say("checking")
+    violations = checker.check(told, tables)
+    seconds = time.monotonic() - began
+    report = Report(profile, seed, folder, seconds, told, tables, violations, rig.missed, rig.skipped)
+    if not violations:
+        shutil.rmtree(folder)
+    return report
+
+
+class _Rig:
+    """Starts everything, lets the faults strike, and waits until nothing moves any more."""
+
+    def __init__(self, profile: Profile, seed: int, folder: Path, database: Database, say: Say) -> None:
+        self._profile = profile
+        self._seed = seed
+        self._folder = folder
+        self._database = database
+        self._say = say
+        self._history = Historian(folder / "histories" / "rig.jsonl")
+        self._crew = Crew(
+            [self._member(role, number) for role, many in profile.members.items() for number in range(many)]
+        )
+        self._faults = Faults(self._crew, database)
+        self.missed: Counter[str] = Counter()
+        self.skipped: dict[str, str] = {}
+
+    async def run(self) -> None:
+        tending = asyncio.create_task(self._crew.tend())
+        try:
+            await self._torment(tending)
+        finally:
+            tending.cancel()
+            self._crew.kill()
+
+    async def _torment(self, tending: asyncio.Task[None]) -> None:
+        if not await self._until(self._crew.is_at_work, STARTING, tending):
+            raise RuntimeError(f"not everybody is at work after {STARTING:g} s: see {self._folder / 'logs'}")
+        self._say("everybody is at work")
+        await self._strike()
+        over = time.time()
+        self._say("the faults are over")
+        await self._until(lambda: self._database.emitted() >= self._profile.messages, self._profile.quiesce, tending)
+        await self._until(lambda: self._database.effects_since(over) > 0, checker.RECOVERY * checker.TOLERANCE, tending)
+        await self._crew.retire(PRODUCER)
+        self._say("nothing more is emitted")
+        await self._until(lambda: not self._database.waiting(), self._profile.quiesce, tending)
+        self._say("nothing waits")
+        await self._crew.retire(RELAY, WORKER)
+        await self._until(lambda: not self._database.open_sessions(), STARTING, tending)
+
+    async def _strike(self) -> None:
+        """Let every fault of the schedule strike at its moment, whatever the others are doing."""
+        began = time.monotonic()
+        striking = []
+        for fault in self._planned():
+            await asyncio.sleep(max(0.0, began + fault.at - time.monotonic()))
+            striking.append(asyncio.create_task(self._struck(fault)))
+        await asyncio.gather(*striking)
+
+    def _planned(self) -> list[Planned]:
+        profile = self._profile
+        kinds = list(profile.kinds)
+        if self._database.disk.reason:
+            kinds.remove("full disk")
+            self.skipped["full disk"] = self._database.disk.reason
+            self._say(f"skipped: full disk: {self._database.disk.reason}")
+        return schedule(self._seed, kinds, profile.faults, profile.seconds, profile.lease, profile.members)
+
+    async def _struck(self, fault: Planned) -> None:
+        began = time.time()
+        try:
+            await self._faults.strike(fault)
+        except Missed:
+            self.missed[fault.kind] += 1
+            return
+        self._history.note("fault", kind=fault.kind, target=fault.target, began=began, ended=time.time())
+        self._say(f"{fault.kind}: {fault.target}, {time.time() - began:.1f} s")
+
+    async def _until(self, condition: Callable[[], bool], longest: float, tending: asyncio.Task[None]) -> bool:
+        """Wait for it, and say whether it came about; what did not is for the checker to tell."""
+        deadline = time.monotonic() + longest
+        while not await asyncio.to_thread(condition):
+            if tending.done():
+                tending.result()
+            if time.monotonic() > deadline:
+                return False
+            await asyncio.sleep(LOOK_EVERY)
+        return True
+
+    def _member(self, role: str, number: int) -> Member:
+        profile = self._profile
+        here = Surroundings(
+            name="",
+            folder=self._folder,
+            seed=self._seed,
+            slow=profile.slow,
+            kills=profile.kills,
+            rate=profile.rate,
+        )
+        options = {
+            "OUTBOX_LEASE": f"{profile.lease}s",
+            "OUTBOX_POLL_INTERVAL": f"{profile.poll_interval}s",
+            "OUTBOX_GRACE": "5s",
+            "OUTBOX_PREFETCH_COUNT": "100",
+        }
+        return Member(role, number, self._database, options, here, self._history)

@@ -1,0 +1,90 @@
+"""Schedule: which faults strike whom and when. The same for the same seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+
+from tests.chaos.processes import PRODUCER, RELAY, WORKER
+
+ANYBODY = (PRODUCER, RELAY, WORKER)
+EVERYBODY = ("everybody",)
+DATABASE = ("database",)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of fault: whom it strikes, how often compared with others, and for how many leases it lasts."""
+
+    targets: tuple[str, ...]
+    weight: int = 1
+    shortest: float = 0.0
+    longest: float = 0.0
+
+
+KINDS: Mapping[str, Kind] = {
+    "kill a producer": Kind((PRODUCER,), 2),
+    "kill a relay": Kind((RELAY,), 2),
+    "kill a worker": Kind((WORKER,), 3),
+    "freeze": Kind((WORKER, RELAY, PRODUCER, WORKER), 2, 1.3, 2.5),
+    "rolling restart": Kind(EVERYBODY),
+    "wrong clock": Kind((WORKER, PRODUCER, RELAY)),
+    "full disk": Kind(DATABASE, 1, 0.5, 1.5),
+    "crash the database": Kind(DATABASE, 1, 0.0, 0.8),
+    "restart the database": Kind(DATABASE, 1, 0.0, 0.3),
+    "end sessions": Kind(DATABASE, 3),
+    "cut": Kind(ANYBODY, 3),
+    "black hole": Kind((WORKER, RELAY, PRODUCER), 2, 1.2, 2.5),
+    "delay": Kind(ANYBODY, 2, 1.0, 2.5),
+    "cut at commit": Kind((PRODUCER, WORKER, PRODUCER, RELAY), 3),
+    "cut at write": Kind((WORKER, RELAY, PRODUCER), 3),
+}
+
+ON_SQLITE = (
+    "kill a producer",
+    "kill a relay",
+    "kill a worker",
+    "freeze",
+    "rolling restart",
+    "wrong clock",
+    "full disk",
+)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A fault to come."""
+
+    at: float  # seconds from the beginning
+    kind: str
+    target: str
+    seconds: float  # for how long
+    chance: float  # between 0 and 1, for whatever else the fault has to choose
+
+
+def schedule(
+    seed: int, kinds: Sequence[str], count: int, seconds: float, lease: float, members: Mapping[str, int]
+) -> list[Planned]:
+    """`count` faults over so many seconds, every kind among them, in an order and at moments of chance."""
+    chance = random.Random(seed)
+    chosen = list(kinds) + chance.choices(kinds, [KINDS[kind].weight for kind in kinds], k=max(0, count - len(kinds)))
+    chosen = chosen[:count]
+    chance.shuffle(chosen)
+    targets = {kind: cycle(KINDS[kind].targets) for kind in kinds}
+    step = seconds / count
+    return [
+        Planned(
+            at=(position + chance.random() * 0.8) * step,
+            kind=kind,
+            target=_member(chance, next(targets[kind]), members),
+            seconds=lease * chance.uniform(KINDS[kind].shortest, KINDS[kind].longest),
+            chance=chance.random(),
+        )
+        for position, kind in enumerate(chosen)
+    ]
+
+
+def _member(chance: random.Random, target: str, members: Mapping[str, int]) -> str:
+    return f"{target}-{chance.randrange(members[target])}" if target in members else target

@@ -1,0 +1,48 @@
+"""Surroundings: what the rig tells the processes it starts, in their environment."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from tests.chaos.history import Historian
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """Read by producers and workers, written by the rig."""
+
+    name: str
+    folder: Path
+    seed: int
+    slow: float  # seconds that a slow listener takes
+    kills: float  # share of messages that kill their worker
+    rate: float  # messages that a producer emits in a second
+
+    def as_environment(self) -> dict[str, str]:
+        return {f"CHAOS_{name.upper()}": str(value) for name, value in vars(self).items()}
+
+    @classmethod
+    def here(cls) -> Surroundings:
+        told = {name: os.environ[f"CHAOS_{name.upper()}"] for name in cls.__dataclass_fields__}
+        return cls(
+            name=told["name"],
+            folder=Path(told["folder"]),
+            seed=int(told["seed"]),
+            slow=float(told["slow"]),
+            kills=float(told["kills"]),
+            rate=float(told["rate"]),
+        )
+
+    @property
+    def histories(self) -> Path:
+        return self.folder / "histories"
+
+
+@cache
+def historian() -> Historian:
+    """This process's own history."""
+    here = Surroundings.here()
+    return Historian(here.histories / f"{here.name}.jsonl")
