@@ -3,7 +3,7 @@
 
 PYTHON ?= python3
 
-.PHONY: demo test lint bench
+.PHONY: demo test lint bench chaos
 
-demo test lint bench:
+demo test lint bench chaos:
 	@$(PYTHON) dev.py $@ $(ARGS)

@@ -8,6 +8,7 @@
     python3 dev.py lint                      the linters alone
     python3 dev.py bench                     measure how fast it is, beside its limits and its peers
     python3 dev.py bench drain emit          these parts alone
+    python3 dev.py chaos --seed 1            minutes of crashes and cuts, on real servers; no promise may break
 
 The first run makes the virtual environment .venv and installs into it; later runs need no network.
 """
@@ -53,7 +54,7 @@ ON_OLDER_SQLALCHEMY = ["tests/contract/test_stores.py", "tests/seeds/test_seed_1
 
 
 def main(arguments: list[str]) -> int:
-    commands = {"demo": demo, "test": test, "lint": lint, "bench": bench}
+    commands = {"demo": demo, "test": test, "lint": lint, "bench": bench, "chaos": chaos}
     if not arguments or arguments[0] not in commands:
         print(__doc__.strip())
         return 0 if arguments in (["-h"], ["--help"], ["help"]) else 2
@@ -91,6 +92,12 @@ def bench(arguments: list[str]) -> int:
     environment.prepare_for_tests()
     peers.prepare_for_peers()
     return run([environment.python, "-m", "bench", "--peers", peers.python, *arguments])
+
+
+def chaos(arguments: list[str]) -> int:
+    environment = Environment(ROOT / ".venv")
+    environment.prepare_for_tests()
+    return run([environment.python, "-m", "tests.chaos", *arguments])
 
 
 def run_all(environment: Environment, steps: dict[str, list[str]]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import signal
 import sys
 import time
 
@@ -17,6 +18,8 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, help="of each run (default: 10 on PostgreSQL, 3 on SQLite)")
     parser.add_argument("--database", choices=LONG, help="this one alone (default: one after the other)")
     arguments = parser.parse_args()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)  # processes, servers and mounts are put away first
     seed = random.randrange(100_000) if arguments.seed is None else arguments.seed
     names = [arguments.database] if arguments.database else list(LONG)
     survived = [survives(name, seed, arguments.minutes) for name in names]

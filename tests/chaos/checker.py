@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from hashlib import sha256
 from tests.chaos.fates import FATES, MOST_ATTEMPTS, MOST_CRASHES, QUEUES
 from tests.chaos.history import COMMITTED, ROLLED_BACK, UNKNOWN, Emitted, History
 
-RECOVERY = 10.0  # seconds within which work resumes after a fault is over
+RECOVERY = 10.0  # seconds within which work resumes once the faults are over
 STOPPING = 20.0  # seconds within which a process that was told to stop is gone
 TOLERANCE = 3  # a slow machine may take so many times as long
 
@@ -279,27 +280,19 @@ def _leases(tables: FinalTables) -> Iterator[Violation]:
 
 
 def _recovery(history: History, tables: FinalTables) -> Iterator[Violation]:
-    """After the last fault work went on."""
-    times = recovery_times(history, tables)
-    if not times:
-        return
-    last, took = max(times, key=lambda pair: pair[0])
-    if took is None or took > RECOVERY * TOLERANCE:
-        kind = next(fault.kind for fault in history.faults if fault.ended == last)
-        told = "nothing was done" if took is None else f"nothing was done for {took:.1f} s"
-        yield Violation(Kind.IDLE, kind, f"{told} after the last fault")
+    """Once the faults were over, work went on."""
+    calm = history.calm_since
+    if calm is not None and not any(0 <= effect.at - calm <= RECOVERY * TOLERANCE for effect in tables.effects):
+        yield Violation(
+            Kind.IDLE, "everybody", f"nothing was done for {RECOVERY * TOLERANCE:.0f} s after the last fault"
+        )
 
 
-def recovery_times(history: History, tables: FinalTables) -> list[tuple[float, float | None]]:
-    """For each fault when it was over, and the seconds until the next effect; none if there was no more."""
+def recovery_times(history: History, tables: FinalTables) -> list[float]:
+    """For each fault the seconds from its end to the next effect."""
     effects = sorted(effect.at for effect in tables.effects)
-    times: list[tuple[float, float | None]] = []
-    position = 0
-    for fault in sorted(history.faults, key=lambda fault: fault.ended):
-        while position < len(effects) and effects[position] < fault.ended:
-            position += 1
-        times.append((fault.ended, effects[position] - fault.ended if position < len(effects) else None))
-    return times
+    after = [(fault.ended, bisect_left(effects, fault.ended)) for fault in history.faults]
+    return [effects[position] - ended for ended, position in after if position < len(effects)]
 
 
 def _processes(history: History) -> Iterator[Violation]:

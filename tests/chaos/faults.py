@@ -1,21 +1,23 @@
 """Faults: each kind as a coroutine that lasts as long as the fault does, and leaves the world mended.
 
-A fault answers with what it did. One that could not strike, because there was nobody to strike, raises `Missed`.
+A fault waits for something to strike: a process at work, a connection, a commit. If none comes, it raises `Missed`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import signal
+import time
 from collections.abc import Awaitable, Callable, Mapping
 
 from tests.chaos.database import Database, PostgresqlDatabase
-from tests.chaos.processes import RELAY, WORKER, Crew
+from tests.chaos.processes import RELAY, WORKER, Crew, Member
 from tests.chaos.proxy import Link
 from tests.chaos.schedule import Planned
 
 HOUR = 3600.0
-TRIP_WITHIN = 10.0  # seconds for the commit or the write that is waited for
+STRIKE_WITHIN = 20.0  # seconds
+LOOK_EVERY = 0.05  # seconds
 
 
 class Missed(Exception):
@@ -53,15 +55,13 @@ class Faults:
     # Processes.
 
     async def _kill(self, fault: Planned) -> None:
-        if not self._crew.named(fault.target).signal(signal.SIGKILL):
-            raise Missed
+        (await self._at_work(fault)).signal(signal.SIGKILL)
 
     async def _freeze(self, fault: Planned) -> None:
         """Longer than a lease, so that it wakes up with work that is no longer its own."""
-        member = self._crew.named(fault.target)
+        member = await self._at_work(fault)
         frozen = member.incarnation
-        if not member.signal(signal.SIGSTOP):
-            raise Missed
+        member.signal(signal.SIGSTOP)
         try:
             await asyncio.sleep(fault.seconds)
         finally:
@@ -103,14 +103,12 @@ class Faults:
 
     async def _end_sessions(self, fault: Planned) -> None:
         async with self._alone:
-            if not await asyncio.to_thread(self._server.terminate_backends, max(0.2, fault.chance)):
-                raise Missed
+            await _until(lambda: self._server.terminate_backends(max(0.2, fault.chance)))
 
     # The network.
 
     async def _cut(self, fault: Planned) -> None:
-        if not self._link(fault).cut():
-            raise Missed
+        await _until(self._link(fault).cut)
 
     async def _black_hole(self, fault: Planned) -> None:
         link = self._link(fault)
@@ -139,9 +137,15 @@ class Faults:
     async def _trip(self, fault: Planned, *commands: str) -> None:
         link = self._link(fault)
         link.trip_at(commands)
-        if not await asyncio.to_thread(link.tripped.wait, TRIP_WITHIN):
+        try:
+            await _until(link.tripped.is_set)
+        finally:
             link.trip_at(())
-            raise Missed
+
+    async def _at_work(self, fault: Planned) -> Member:
+        member = self._crew.named(fault.target)
+        await _until(lambda: member.is_at_work)
+        return member
 
     @property
     def _server(self) -> PostgresqlDatabase:
@@ -152,3 +156,11 @@ class Faults:
         link = self._crew.named(fault.target).link
         assert link is not None
         return link
+
+
+async def _until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + STRIKE_WITHIN
+    while not await asyncio.to_thread(condition):
+        if time.monotonic() > deadline:
+            raise Missed
+        await asyncio.sleep(LOOK_EVERY)

@@ -98,6 +98,7 @@ class History:
     runs: list[Run] = field(default_factory=list)
     faults: list[Struck] = field(default_factory=list)
     endings: list[Ending] = field(default_factory=list)
+    calm_since: float | None = None  # the last fault was over, and everybody at work
 
 
 def read(folder: Path) -> History:
@@ -122,6 +123,8 @@ def _enter(line: dict[str, Any], history: History, transactions: dict[str, Trans
             history.runs.append(Run(message_id, queue, attempt, failed=event == "failed"))
         case {"event": "fault", "kind": kind, "target": target, "began": began, "ended": ended}:
             history.faults.append(Struck(kind, target, began, ended))
+        case {"event": "calm", "at": at}:
+            history.calm_since = at
         case {"event": "ending", "process": process, **how}:
             history.endings.append(Ending(process, how["code"], how["started"], how["told"], how["seconds"]))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import signal
 import subprocess
@@ -23,6 +24,8 @@ PRODUCER, RELAY, WORKER = "producer", "relay", "worker"
 
 LOOK_EVERY = 0.05  # seconds
 BACKOFF = 0.5  # seconds before a process that ended by itself is started again
+_PARENT_DEATH_SIGNAL = 1
+
 PATIENCE = 90.0  # seconds after which a process that does not heed SIGTERM is killed
 
 
@@ -58,7 +61,10 @@ class Member:
     @property
     def is_at_work(self) -> bool:
         """Whether it has said so in its log."""
-        return self.runs and b" started" in self._log.read_bytes()[:20_000]
+        if not self.runs:
+            return False
+        with self._log.open("rb") as log:
+            return b" started" in log.read(20_000)
 
     def start(self, clock_shift: float = 0.0) -> None:
         self.incarnation += 1
@@ -84,6 +90,7 @@ class Member:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
+                preexec_fn=_die_with_the_rig,
             )
 
     def signal(self, what: signal.Signals) -> bool:
@@ -145,6 +152,12 @@ class Member:
         if self.role == RELAY:
             return "-m", "outbox", "relay"
         return "-m", "outbox", "worker", "tests.chaos.listeners:listeners"
+
+
+def _die_with_the_rig() -> None:
+    """Ask the kernel to end this process when the one that started it ends, in whatever way."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
 
 
 class Crew:

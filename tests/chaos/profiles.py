@@ -19,9 +19,9 @@ class Profile:
     faults: int
     messages: int  # to emit at least, those that are rolled back not counted
     members: Mapping[str, int]
-    lease: float = 2.0
+    lease: float = 3.0
     poll_interval: float = 0.5
-    slow: float = 2.5  # seconds, longer than a lease
+    slow: float = 4.0  # seconds, longer than a lease
     kills: float = 0.0005  # share of messages that kill their worker
     disk: int = 256 * MEBIBYTE
     quiesce: float = 300.0  # seconds for everything to end once the faults are over
@@ -73,7 +73,9 @@ LONG: Mapping[str, Profile] = {
         seconds=600,
         faults=150,
         messages=52_000,
-        members={PRODUCER: 3, RELAY: 2, WORKER: 3},
+        members={PRODUCER: 2, RELAY: 2, WORKER: 3},
+        lease=5.0,
+        slow=7.0,
         disk=1024 * MEBIBYTE,
         quiesce=900,
     ),

@@ -48,7 +48,7 @@ class Report:
 
     @property
     def recovery_times(self) -> list[float]:
-        return [took for _, took in checker.recovery_times(self.history, self.tables) if took is not None]
+        return checker.recovery_times(self.history, self.tables)
 
     def lines(self) -> list[str]:
         outcomes = Counter(each.outcome for each in self.history.transactions)
@@ -134,10 +134,13 @@ class _Rig:
             raise RuntimeError(f"not everybody is at work after {STARTING:g} s: see {self._folder / 'logs'}")
         self._say("everybody is at work")
         await self._strike()
-        over = time.time()
         self._say("the faults are over")
+        await self._until(self._crew.is_at_work, self._profile.quiesce, tending)
+        calm_since = time.time()
+        self._history.note("calm")
+        self._say("everybody is at work again")
         await self._until(lambda: self._database.emitted() >= self._profile.messages, self._profile.quiesce, tending)
-        await self._until(lambda: self._database.effects_since(over) > 0, checker.RECOVERY * checker.TOLERANCE, tending)
+        await self._until(lambda: self._database.effects_since(calm_since) > 0, self._profile.quiesce, tending)
         await self._crew.retire(PRODUCER)
         self._say("nothing more is emitted")
         await self._until(lambda: not self._database.waiting(), self._profile.quiesce, tending)

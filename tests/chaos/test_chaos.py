@@ -1,0 +1,26 @@
+"""No promise breaks, whatever happens to processes, connections and the database; `make chaos` does it for minutes."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.chaos.profiles import SHORT
+from tests.chaos.run import Report, run
+
+pytestmark = pytest.mark.timeout(900)  # a run takes a minute; on a machine that does other things, several
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_faults_of_every_kind_break_no_promise_on_postgresql(seed: int) -> None:
+    check(run(SHORT["postgresql"], seed))
+
+
+def test_faults_break_no_promise_on_sqlite() -> None:
+    check(run(SHORT["sqlite"], 3))
+
+
+def check(report: Report) -> None:
+    print("\n".join(report.lines()))  # pytest shows it if something is wrong
+    assert not report.violations, f"histories and logs are in {report.folder}"
+    assert report.messages >= report.profile.messages
+    assert len(report.history.faults) + report.missed.total() == report.profile.faults

@@ -1,0 +1,367 @@
+"""The checker sees what is wrong, exactly that, and nothing where nothing is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from tests.chaos.checker import Buried, Change, Effect, FinalTables, Kind, check, digest
+from tests.chaos.history import COMMITTED, ROLLED_BACK, UNKNOWN, Emitted, Ending, History, Run, Struck, Transaction
+
+NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
+
+
+def at(seconds: float) -> datetime:
+    return NOON + timedelta(seconds=seconds)
+
+
+def emitted(id: str, fate: str = "fine", routing_key: str = "order.placed") -> Emitted:
+    body = f'{{"fate": "{fate}"}}'.encode()
+    return Emitted(id, routing_key, body, {"tenant": "acme"}, "key", "application/json", fate)
+
+
+@dataclass
+class World:
+    """A run in which everything went well, until a test spoils it."""
+
+    transactions: dict[str, Transaction]
+    runs: list[Run]
+    faults: list[Struck]
+    endings: list[Ending]
+    orders: set[str]
+    effects: list[Effect]
+    letters: dict[str, Buried]
+    changes: list[Change]
+    waiting: list[tuple[str, str]] = field(default_factory=list)
+    open_sessions: int = 0
+    calm_since: float = 21.0
+
+    def violations(self) -> list[tuple[Kind, str]]:
+        history = History(list(self.transactions.values()), self.runs, self.faults, self.endings, self.calm_since)
+        tables = FinalTables(
+            frozenset(self.orders),
+            tuple(self.effects),
+            tuple(self.waiting),
+            tuple(self.letters.values()),
+            tuple(self.changes),
+            self.open_sessions,
+        )
+        return [(violation.kind, violation.what) for violation in check(history, tables)]
+
+    def effect(self, id: str, queue: str = "invoices") -> Effect:
+        return next(each for each in self.effects if (each.message_id, each.queue) == (id, queue))
+
+    def change_effect(self, id: str, **changes: object) -> None:
+        before = self.effect(id)
+        self.effects[self.effects.index(before)] = replace(before, **changes)  # type: ignore[arg-type]
+
+    def change_letter(self, id: str, **changes: object) -> None:
+        self.letters[id] = replace(self.letters[id], **changes)  # type: ignore[arg-type]
+
+    def change_row(self, position: int, **changes: object) -> None:
+        self.changes[position] = replace(self.changes[position], **changes)  # type: ignore[arg-type]
+
+
+def good_world() -> World:
+    """Two queues, retries, dead letters of every kind, a rollback, lost answers, and a lease that changed hands."""
+    messages = {
+        "plain": emitted("plain"),
+        "shared": emitted("shared", routing_key="order.shared"),
+        "retried": emitted("retried", "fails twice"),
+        "hopeless": emitted("hopeless", "fails always"),
+        "rejected": emitted("rejected", "is rejected"),
+        "broken": emitted("broken", "is no JSON"),
+        "poison": emitted("poison", "kills always", "poison.pill"),
+    }
+    return World(
+        transactions={
+            "committed": Transaction("committed", tuple(messages.values()), ("in a savepoint",), COMMITTED),
+            "rolled back": Transaction("rolled back", (emitted("never"),), (), ROLLED_BACK),
+            "in doubt, there": Transaction("in doubt, there", (emitted("late"),), (), UNKNOWN),
+            "in doubt, not there": Transaction("in doubt, not there", (emitted("gone"),), (), UNKNOWN),
+        },
+        runs=[
+            *(Run(id, "invoices", 1) for id in ("plain", "shared", "late")),
+            Run("shared", "ledger", 1),
+            *(Run(id, "invoices", attempt) for id in ("retried", "hopeless") for attempt in (1, 2, 3)),
+            *(Run("hopeless", "invoices", attempt, failed=True) for attempt in (1, 2, 3)),
+            Run("rejected", "invoices", 1),
+            *(Run("poison", "poison", 1) for _ in range(3)),
+        ],
+        faults=[Struck("cut", "worker-0", 10.0, 11.0), Struck("kill a worker", "worker-0", 20.0, 20.0)],
+        endings=[
+            Ending("worker-0.1", -9, started=True, told=True),
+            Ending("worker-0.2", 4, started=False, told=False),
+            Ending("worker-0.3", 0, started=True, told=True, seconds=3.0),
+        ],
+        orders={"committed", "in doubt, there"},
+        effects=[
+            *(Effect(id, "invoices", 1, digest(messages[id]), 5.0) for id in ("plain", "shared")),
+            Effect("shared", "ledger", 1, digest(messages["shared"]), 12.0),
+            Effect("late", "invoices", 1, digest(emitted("late")), 22.0),
+            Effect("retried", "invoices", 3, digest(messages["retried"]), 22.0),
+        ],
+        letters={
+            "hopeless": Buried(
+                messages["hopeless"],
+                "invoices",
+                "exhausted",
+                attempts=3,
+                crashes=0,
+                history="attempt 1 failed: PlannedFailure: …\nattempt 2 failed: PlannedFailure: …\n"
+                "attempt 3 was the last, exhausted: PlannedFailure: …\n",
+            ),
+            "rejected": Buried(
+                messages["rejected"], "invoices", "rejected", 1, 0, "attempt 1 was the last, rejected: Reject: …\n"
+            ),
+            "broken": Buried(
+                messages["broken"], "invoices", "undecodable", 1, 0, "attempt 1 was the last, undecodable: …\n"
+            ),
+            "poison": Buried(messages["poison"], "poison", "crashed", 0, 3),
+        },
+        changes=[
+            Change(None, at(0), False, 1, "plain", "", None, None, None),  # routed
+            Change("worker-0.1", at(1), False, 1, "plain", "invoices", None, None, "a"),  # claimed
+            Change("worker-0.1", at(2), False, 1, "plain", "invoices", "a", at(3), "a"),  # renewed
+            Change("worker-1.1", at(5), False, 1, "plain", "invoices", "a", at(4), "b"),  # taken over
+            Change("worker-1.1", at(6), True, 1, "plain", "invoices", "b", at(7), None),  # done
+        ],
+    )
+
+
+def test_a_good_world_has_no_violation() -> None:
+    assert good_world().violations() == []
+
+
+Spoil = Callable[[World], object]
+
+BAD: Mapping[str, tuple[Spoil, Kind, str]] = {
+    "a committed message left no trace": (
+        lambda world: world.effects.remove(world.effect("plain")),
+        Kind.LOST,
+        "plain",
+    ),
+    "a message reached one of its two queues": (
+        lambda world: world.effects.remove(world.effect("shared", "ledger")),
+        Kind.LOST,
+        "shared",
+    ),
+    "a dead letter vanished": (lambda world: world.letters.pop("hopeless"), Kind.LOST, "hopeless"),
+    "a message in doubt was committed and left no trace": (
+        lambda world: world.effects.remove(world.effect("late")),
+        Kind.LOST,
+        "late",
+    ),
+    "a message still waits in its queue": (
+        lambda world: (world.effects.remove(world.effect("plain")), world.waiting.append(("plain", "invoices"))),
+        Kind.STUCK,
+        "plain",
+    ),
+    "a message was never routed": (
+        lambda world: (world.effects.remove(world.effect("plain")), world.waiting.append(("plain", ""))),
+        Kind.STUCK,
+        "plain",
+    ),
+    "a rolled back message had an effect": (
+        lambda world: world.effects.append(Effect("never", "invoices", 1, "")),
+        Kind.PHANTOM,
+        "never",
+    ),
+    "a message of a savepoint that was rolled back had an effect": (
+        lambda world: world.effects.append(Effect("in a savepoint", "invoices", 1, "")),
+        Kind.PHANTOM,
+        "in a savepoint",
+    ),
+    "a message in doubt was not committed and is a dead letter": (
+        lambda world: world.letters.update(gone=Buried(emitted("gone"), "invoices", "exhausted", 3, 0)),
+        Kind.PHANTOM,
+        "gone",
+    ),
+    "a message that nobody emitted waits": (
+        lambda world: world.waiting.append(("from nowhere", "invoices")),
+        Kind.PHANTOM,
+        "from nowhere",
+    ),
+    "a message came to a queue that is not bound to it": (
+        lambda world: world.effects.append(replace(world.effect("plain"), queue="ledger")),
+        Kind.MISROUTED,
+        "plain",
+    ),
+    "a message had two effects": (
+        lambda world: world.effects.append(world.effect("plain")),
+        Kind.REPEATED,
+        "plain",
+    ),
+    "a dead letter was buried twice": (
+        lambda world: world.letters.update(again=world.letters["rejected"]),
+        Kind.REPEATED,
+        "rejected",
+    ),
+    "a producer was told of a commit that is not there": (
+        lambda world: world.transactions.update(empty=Transaction("empty", (), (), COMMITTED)),
+        Kind.TORN,
+        "empty",
+    ),
+    "a producer was told of a rollback that committed": (
+        lambda world: (
+            world.transactions.update(empty=Transaction("empty", (), (), ROLLED_BACK)),
+            world.orders.add("empty"),
+        ),
+        Kind.TORN,
+        "empty",
+    ),
+    "a listener saw another body": (
+        lambda world: world.change_effect("plain", digest="something else"),
+        Kind.ALTERED,
+        "plain",
+    ),
+    "a dead letter has another body": (
+        lambda world: world.change_letter("rejected", message=replace(emitted("rejected"), body=b"{}")),
+        Kind.ALTERED,
+        "rejected",
+    ),
+    "a dead letter lost a header": (
+        lambda world: world.change_letter("hopeless", message=replace(world.letters["hopeless"].message, headers={})),
+        Kind.ALTERED,
+        "hopeless",
+    ),
+    "a dead letter has another routing key": (
+        lambda world: world.change_letter(
+            "broken", message=replace(world.letters["broken"].message, routing_key="order.shared")
+        ),
+        Kind.ALTERED,
+        "broken",
+    ),
+    "a good message was buried": (
+        lambda world: (
+            world.effects.remove(world.effect("plain")),
+            world.letters.update(plain=Buried(emitted("plain"), "invoices", "exhausted", 3, 0)),
+        ),
+        Kind.DEAD,
+        "plain",
+    ),
+    "a message that always fails had an effect": (
+        lambda world: (
+            world.letters.pop("hopeless"),
+            world.effects.append(Effect("hopeless", "invoices", 3, digest(emitted("hopeless", "fails always")))),
+        ),
+        Kind.ALIVE,
+        "hopeless",
+    ),
+    "a dead letter has a wrong reason": (
+        lambda world: world.change_letter("rejected", reason="exhausted"),
+        Kind.REASON,
+        "rejected",
+    ),
+    "an attempt that failed kept its effect": (
+        lambda world: world.change_effect("retried", attempt=2),
+        Kind.SWALLOWED,
+        "retried",
+    ),
+    "an attempt was counted that nobody made": (
+        lambda world: world.runs.remove(Run("retried", "invoices", 2)),
+        Kind.UNTRIED,
+        "retried",
+    ),
+    "a message was given up too early": (
+        lambda world: world.change_letter(
+            "hopeless",
+            attempts=2,
+            history="attempt 1 failed: PlannedFailure: …\nattempt 2 was the last, exhausted: PlannedFailure: …\n",
+        ),
+        Kind.RETRIES,
+        "hopeless",
+    ),
+    "a message was tried once too often": (
+        lambda world: world.change_letter(
+            "hopeless",
+            attempts=4,
+            history=world.letters["hopeless"].history.replace("was the last, exhausted", "failed")
+            + "attempt 4 was the last, exhausted: PlannedFailure: …\n",
+        ),
+        Kind.RETRIES,
+        "hopeless",
+    ),
+    "an attempt is missing in the history": (
+        lambda world: world.change_letter("hopeless", attempts=4),
+        Kind.RETRIES,
+        "hopeless",
+    ),
+    "a poisonous message killed a fourth worker": (
+        lambda world: world.runs.append(Run("poison", "poison", 1)),
+        Kind.CRASHES,
+        "poison",
+    ),
+    "a poisonous message was buried too early": (
+        lambda world: world.change_letter("poison", crashes=2),
+        Kind.CRASHES,
+        "poison",
+    ),
+    "a lease was taken before it ended": (
+        lambda world: world.change_row(3, old_until=at(5.5)),
+        Kind.STOLEN,
+        "plain",
+    ),
+    "a message was settled under a lease that had ended": (
+        lambda world: world.change_row(4, old_until=at(6)),
+        Kind.LATE,
+        "plain",
+    ),
+    "a lease that had ended was renewed": (
+        lambda world: world.change_row(2, old_until=at(1.5)),
+        Kind.LATE,
+        "plain",
+    ),
+    "a message was settled by a process that had lost it": (
+        lambda world: world.change_row(4, application="worker-0.1"),
+        Kind.FOREIGN,
+        "plain",
+    ),
+    "a message was removed from its queue by somebody without a lease": (
+        lambda world: world.change_row(4, old_token=None, old_until=None),
+        Kind.UNHELD,
+        "plain",
+    ),
+    "nothing was done after the last fault": (
+        lambda world: setattr(world, "calm_since", 23.0),
+        Kind.IDLE,
+        "everybody",
+    ),
+    "work took too long to resume": (
+        lambda world: (world.change_effect("late", at=60.0), world.change_effect("retried", at=60.0)),
+        Kind.IDLE,
+        "everybody",
+    ),
+    "a worker ended by itself": (
+        lambda world: world.endings.append(Ending("worker-1.1", 1, started=True, told=False)),
+        Kind.DESERTED,
+        "worker-1.1",
+    ),
+    "a relay did not stop": (
+        lambda world: world.endings.append(Ending("relay-0.1", -9, started=True, told=True, seconds=90.0)),
+        Kind.HUNG,
+        "relay-0.1",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_a_bad_world_has_exactly_its_violation(what: str) -> None:
+    spoil, kind, culprit = BAD[what]
+    world = good_world()
+    spoil(world)
+    assert world.violations() == [(kind, culprit)]
+
+
+def test_what_is_in_doubt_is_not_resolved_while_sessions_are_open() -> None:
+    world = good_world()
+    world.open_sessions = 1
+    in_doubt = ["in doubt, there", "in doubt, not there"]
+    assert world.violations() == [(Kind.UNRESOLVED, number) for number in in_doubt]
+
+
+def test_every_kind_of_violation_is_planted() -> None:
+    assert {kind for _, kind, _ in BAD.values()} | {Kind.UNRESOLVED} == set(Kind)
