@@ -90,6 +90,7 @@ class Member:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
+                start_new_session=True,  # Ctrl-C is for the rig
                 preexec_fn=_die_with_the_rig,
             )
 

@@ -24,6 +24,7 @@ class Proxy:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
+        self._links: list[Link] = []
         self._thread = threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True)
 
     def __enter__(self) -> Self:
@@ -40,12 +41,15 @@ class Proxy:
         """A port of its own for one process."""
         link = Link(name, server_port, self._loop)
         self._run(link.open())
+        self._links.append(link)
         return link
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
         asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
 
     async def _end(self) -> None:
+        for link in self._links:
+            link.close()
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
@@ -61,7 +65,7 @@ class Link:
         self._server_port = server_port
         self._loop = loop
         self._pairs: set[_Pair] = set()
-        self._serving: asyncio.Task[None] | None = None
+        self._server: asyncio.Server | None = None
         self.swallows = False
         self.delay = 0.0
         self.tripwire: frozenset[bytes] = frozenset()
@@ -99,8 +103,12 @@ class Link:
     # Inside of the proxy's own thread.
 
     async def open(self) -> None:
-        server = await asyncio.start_server(self._connected, "127.0.0.1", self.port)
-        self.port = server.sockets[0].getsockname()[1]
+        self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         pair = _Pair(self, reader, writer)

@@ -25,6 +25,8 @@ from tests.chaos.surroundings import Surroundings
 Say = Callable[[str], None]
 
 STARTING = 60.0  # seconds for all processes to be at work
+PATIENCE = 60.0  # seconds that a fault waits for work to be done since the last one
+PACE = 0.8  # of the messages that are emitted until a fault have their effects before it strikes
 LOOK_EVERY = 0.2  # seconds
 
 
@@ -133,14 +135,14 @@ class _Rig:
         if not await self._until(self._crew.is_at_work, STARTING, tending):
             raise RuntimeError(f"not everybody is at work after {STARTING:g} s: see {self._folder / 'logs'}")
         self._say("everybody is at work")
-        await self._strike()
+        await self._strike(tending)
         self._say("the faults are over")
         await self._until(self._crew.is_at_work, self._profile.quiesce, tending)
         calm_since = time.time()
         self._history.note("calm")
         self._say("everybody is at work again")
         await self._until(lambda: self._database.emitted() >= self._profile.messages, self._profile.quiesce, tending)
-        await self._until(lambda: self._database.effects_since(calm_since) > 0, self._profile.quiesce, tending)
+        await self._until(lambda: self._database.effects(calm_since) > 0, self._profile.quiesce, tending)
         await self._crew.retire(PRODUCER)
         self._say("nothing more is emitted")
         await self._until(lambda: not self._database.waiting(), self._profile.quiesce, tending)
@@ -148,12 +150,18 @@ class _Rig:
         await self._crew.retire(RELAY, WORKER)
         await self._until(lambda: not self._database.open_sessions(), STARTING, tending)
 
-    async def _strike(self) -> None:
-        """Let every fault of the schedule strike at its moment, whatever the others are doing."""
+    async def _strike(self, tending: asyncio.Task[None]) -> None:
+        """Let every fault of the schedule strike at its moment, whatever the others are doing.
+
+        A slow machine gets more time: without work in between, faults would strike nothing but starting processes.
+        """
         began = time.monotonic()
         striking = []
-        for fault in self._planned():
+        faults = self._planned()
+        for position, fault in enumerate(faults):
             await asyncio.sleep(max(0.0, began + fault.at - time.monotonic()))
+            work = PACE * self._profile.messages * position / len(faults)
+            await self._until(lambda: self._database.effects() >= work, PATIENCE, tending)  # noqa: B023
             striking.append(asyncio.create_task(self._struck(fault)))
         await asyncio.gather(*striking)
 
