@@ -86,6 +86,7 @@ class Change:
 
     application: str | None  # the process whose connection it was, where the database knows
     statement_at: datetime  # when the statement began, by the database's clock
+    at: datetime  # when the row had been changed
     deleted: bool
     row: int
     message_id: str
@@ -256,8 +257,8 @@ def _attempts(letter: Buried) -> Iterator[Violation]:
 def _leases(tables: FinalTables) -> Iterator[Violation]:
     """A row under a lease is written by the lease's holder while it holds, and by nobody else before it ended.
 
-    A statement's condition is looked at after the statement began. So a lease that had ended when it began must have
-    stopped it, and one that had not ended when a claim began must have kept the claim away.
+    A statement looks at the lease after it began and before the row was changed. So a lease that had ended when it
+    began must have stopped it, and one that had not ended when a claim was through must have kept the claim away.
     """
     holders: dict[str, str | None] = {}
     for change in tables.changes:
@@ -268,11 +269,10 @@ def _leases(tables: FinalTables) -> Iterator[Violation]:
             if change.deleted and change.queue:
                 yield Violation(Kind.UNHELD, change.message_id, f"row {change.row} deleted by {change.application}")
             continue
-        ended = change.old_until <= change.statement_at
         if change.new_token not in (None, held_by):
-            if not ended:
+            if change.old_until > change.at:
                 yield Violation(Kind.STOLEN, change.message_id, f"row {change.row} taken by {change.application}")
-        elif ended:
+        elif change.old_until <= change.statement_at:
             yield Violation(Kind.LATE, change.message_id, f"row {change.row} written by {change.application}")
         elif holders.get(held_by) != change.application:
             holder = holders.get(held_by)

@@ -156,6 +156,7 @@ class Database(ABC):
             yield Change(
                 application=row.application,
                 statement_at=_utc(row.statement_at),
+                at=_utc(row.at),
                 deleted=row.deleted,
                 row=row.row_id,
                 message_id=row.message_id,

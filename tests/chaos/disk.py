@@ -30,7 +30,8 @@ class Disk:
         mount = ["mount", "-t", "tmpfs", "-o", options, "outbox-chaos", str(self.folder)]
         try:
             mounted = subprocess.run(mount, capture_output=True, text=True, check=False)
-            self.reason = mounted.stderr.strip().replace(str(self.folder), "a folder") if mounted.returncode else ""
+            if mounted.returncode:
+                self.reason = mounted.stderr.strip().splitlines()[0].replace(str(self.folder), "a folder")
         except OSError as error:
             self.reason = str(error)
         script = self._GUARDIAN if not self.reason else 'read -r line; rm -rf "$1"'

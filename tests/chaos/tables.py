@@ -65,6 +65,7 @@ changes = Table(
     Column("id", _id, primary_key=True, autoincrement=True),
     Column("application", String(64)),
     Column("statement_at", DateTime(timezone=True), nullable=False),
+    Column("at", DateTime(timezone=True), nullable=False, server_default=clock()),
     Column("deleted", Boolean, nullable=False),
     Column("row_id", BigInteger, nullable=False),
     Column("message_id", String(255), nullable=False),

@@ -23,6 +23,10 @@ def emitted(id: str, fate: str = "fine", routing_key: str = "order.placed") -> E
     return Emitted(id, routing_key, body, {"tenant": "acme"}, "key", "application/json", fate)
 
 
+def change(by: str | None, second: float, deleted: bool, row: int, *about: object) -> Change:
+    return Change(by, at(second), at(second + 0.1), deleted, row, *about)  # type: ignore[arg-type]
+
+
 @dataclass
 class World:
     """A run in which everything went well, until a test spoils it."""
@@ -123,11 +127,11 @@ def good_world() -> World:
             "poison": Buried(messages["poison"], "poison", "crashed", 0, 3),
         },
         changes=[
-            Change(None, at(0), False, 1, "plain", "", None, None, None),  # routed
-            Change("worker-0.1", at(1), False, 1, "plain", "invoices", None, None, "a"),  # claimed
-            Change("worker-0.1", at(2), False, 1, "plain", "invoices", "a", at(3), "a"),  # renewed
-            Change("worker-1.1", at(5), False, 1, "plain", "invoices", "a", at(4), "b"),  # taken over
-            Change("worker-1.1", at(6), True, 1, "plain", "invoices", "b", at(7), None),  # done
+            change(None, 0, False, 1, "plain", "", None, None, None),  # routed
+            change("worker-0.1", 1, False, 1, "plain", "invoices", None, None, "a"),  # claimed
+            change("worker-0.1", 2, False, 1, "plain", "invoices", "a", at(3), "a"),  # renewed
+            change("worker-1.1", 5, False, 1, "plain", "invoices", "a", at(4), "b"),  # taken over
+            change("worker-1.1", 6, True, 1, "plain", "invoices", "b", at(7), None),  # done
         ],
     )
 
