@@ -31,6 +31,7 @@ from tests.chaos.surroundings import Surroundings, historian
 from tests.chaos.tables import orders
 
 PAUSE = 0.2  # seconds after an error
+HOLD_BACK = 1.0  # seconds between two transactions while too much waits
 ROLLBACKS, SAVEPOINTS, LARGE = 0.15, 0.1, 0.01  # of all transactions, transactions, bodies
 
 logger = logging.getLogger("chaos")
@@ -195,6 +196,8 @@ class Producer:
 
     def _pause_after(self, plan: Plan) -> float:
         """Seconds to wait to keep the rate; what was missed by more than one is not made up for."""
+        if self._here.enough.exists():
+            return HOLD_BACK
         now = time.monotonic()
         self._due = max(self._due + plan.size / self._here.rate, now - 1.0)
         return max(0.0, self._due - now)

@@ -24,7 +24,8 @@ class Profile:
     slow: float = 4.0  # seconds, longer than a lease
     kills: float = 0.0005  # share of messages that kill their worker
     disk: int = 256 * MEBIBYTE
-    quiesce: float = 300.0  # seconds for everything to end once the faults are over
+    backlog: int = 300  # messages that wait, above which producers hold back
+    patience: float = 180.0  # seconds without any progress after which something is stuck
 
     @property
     def kinds(self) -> Sequence[str]:
@@ -77,7 +78,7 @@ LONG: Mapping[str, Profile] = {
         lease=5.0,
         slow=7.0,
         disk=1024 * MEBIBYTE,
-        quiesce=900,
+        backlog=2000,
     ),
     "sqlite": Profile(
         SqliteDatabase,
@@ -88,6 +89,5 @@ LONG: Mapping[str, Profile] = {
         slow=0.1,
         kills=0.001,
         disk=256 * MEBIBYTE,
-        quiesce=900,
     ),
 }

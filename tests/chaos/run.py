@@ -9,8 +9,11 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from sqlalchemy.exc import SQLAlchemyError
 
 from tests.chaos import checker, history
 from tests.chaos.checker import FinalTables, Violation
@@ -116,6 +119,9 @@ class _Rig:
         self._database = database
         self._say = say
         self._history = Historian(folder / "histories" / "rig.jsonl")
+        self._here = Surroundings(
+            name="rig", folder=folder, seed=seed, slow=profile.slow, kills=profile.kills, rate=profile.rate
+        )
         self._crew = Crew(
             [self._member(role, number) for role, many in profile.members.items() for number in range(many)]
         )
@@ -124,33 +130,33 @@ class _Rig:
         self.skipped: dict[str, str] = {}
 
     async def run(self) -> None:
-        tending = asyncio.create_task(self._crew.tend())
+        tasks = [asyncio.create_task(self._crew.tend()), asyncio.create_task(self._hold_back())]
+        self._background = asyncio.gather(*tasks)
         try:
-            await self._torment(tending)
+            await self._torment()
         finally:
-            tending.cancel()
+            self._background.cancel()
             self._crew.kill()
 
-    async def _torment(self, tending: asyncio.Task[None]) -> None:
-        if not await self._until(self._crew.is_at_work, STARTING, tending):
+    async def _torment(self) -> None:
+        if not await self._until(self._crew.is_at_work, STARTING):
             raise RuntimeError(f"not everybody is at work after {STARTING:g} s: see {self._folder / 'logs'}")
         self._say("everybody is at work")
-        await self._strike(tending)
+        await self._strike()
         self._say("the faults are over")
-        await self._until(self._crew.is_at_work, self._profile.quiesce, tending)
+        await self._until(self._crew.is_at_work, STARTING)
         calm_since = time.time()
         self._history.note("calm")
-        self._say("everybody is at work again")
-        await self._until(lambda: self._database.emitted() >= self._profile.messages, self._profile.quiesce, tending)
-        await self._until(lambda: self._database.effects(calm_since) > 0, self._profile.quiesce, tending)
+        emitted = await self._while_it_moves(self._database.emitted, lambda count: count >= self._profile.messages)
+        await self._until(lambda: self._database.effects(calm_since) > 0, self._profile.patience)
         await self._crew.retire(PRODUCER)
-        self._say("nothing more is emitted")
-        await self._until(lambda: not self._database.waiting(), self._profile.quiesce, tending)
-        self._say("nothing waits")
+        self._say(f"{emitted} messages are emitted, and no more will be")
+        waiting = await self._while_it_moves(self._database.waiting, lambda count: not count)
+        self._say(f"{waiting} messages wait")
         await self._crew.retire(RELAY, WORKER)
-        await self._until(lambda: not self._database.open_sessions(), STARTING, tending)
+        await self._until(lambda: not self._database.open_sessions(), STARTING)
 
-    async def _strike(self, tending: asyncio.Task[None]) -> None:
+    async def _strike(self) -> None:
         """Let every fault of the schedule strike at its moment, whatever the others are doing.
 
         A slow machine gets more time: without work in between, faults would strike nothing but starting processes.
@@ -161,7 +167,7 @@ class _Rig:
         for position, fault in enumerate(faults):
             await asyncio.sleep(max(0.0, began + fault.at - time.monotonic()))
             work = PACE * self._profile.messages * position / len(faults)
-            await self._until(lambda: self._database.effects() >= work, PATIENCE, tending)  # noqa: B023
+            await self._until(lambda: self._database.effects() >= work, PATIENCE)  # noqa: B023
             striking.append(asyncio.create_task(self._struck(fault)))
         await asyncio.gather(*striking)
 
@@ -184,31 +190,43 @@ class _Rig:
         self._history.note("fault", kind=fault.kind, target=fault.target, began=began, ended=time.time())
         self._say(f"{fault.kind}: {fault.target}, {time.time() - began:.1f} s")
 
-    async def _until(self, condition: Callable[[], bool], longest: float, tending: asyncio.Task[None]) -> bool:
+    async def _hold_back(self) -> None:
+        """Tell producers when workers do not keep up: faults shall meet work, not a mountain of it."""
+        while True:
+            with suppress(SQLAlchemyError):  # the database is away, by a fault that goes on
+                too_much = await asyncio.to_thread(self._database.waiting) > self._profile.backlog
+                self._here.enough.touch() if too_much else self._here.enough.unlink(missing_ok=True)
+            await asyncio.sleep(1.0)
+
+    async def _until(self, condition: Callable[[], bool], longest: float) -> bool:
         """Wait for it, and say whether it came about; what did not is for the checker to tell."""
         deadline = time.monotonic() + longest
         while not await asyncio.to_thread(condition):
-            if tending.done():
-                tending.result()
             if time.monotonic() > deadline:
                 return False
-            await asyncio.sleep(LOOK_EVERY)
+            await self._pause()
         return True
 
+    async def _while_it_moves(self, look: Callable[[], int], enough: Callable[[int], bool]) -> int:
+        """Look until it is enough, or nothing has changed for too long; what was seen last."""
+        seen, since = await asyncio.to_thread(look), time.monotonic()
+        while not enough(seen) and time.monotonic() - since < self._profile.patience:
+            await self._pause()
+            now = await asyncio.to_thread(look)
+            if now != seen:
+                seen, since = now, time.monotonic()
+        return seen
+
+    async def _pause(self) -> None:
+        if self._background.done():
+            self._background.result()
+        await asyncio.sleep(LOOK_EVERY)
+
     def _member(self, role: str, number: int) -> Member:
-        profile = self._profile
-        here = Surroundings(
-            name="",
-            folder=self._folder,
-            seed=self._seed,
-            slow=profile.slow,
-            kills=profile.kills,
-            rate=profile.rate,
-        )
         options = {
-            "OUTBOX_LEASE": f"{profile.lease}s",
-            "OUTBOX_POLL_INTERVAL": f"{profile.poll_interval}s",
+            "OUTBOX_LEASE": f"{self._profile.lease}s",
+            "OUTBOX_POLL_INTERVAL": f"{self._profile.poll_interval}s",
             "OUTBOX_GRACE": "5s",
             "OUTBOX_PREFETCH_COUNT": "100",
         }
-        return Member(role, number, self._database, options, here, self._history)
+        return Member(role, number, self._database, options, self._here, self._history)

@@ -40,6 +40,11 @@ class Surroundings:
     def histories(self) -> Path:
         return self.folder / "histories"
 
+    @property
+    def enough(self) -> Path:
+        """A file that is there while so much waits that producers should hold back."""
+        return self.folder / "enough"
+
 
 @cache
 def historian() -> Historian:
