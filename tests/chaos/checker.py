@@ -288,11 +288,11 @@ def _recovery(history: History, tables: FinalTables) -> Iterator[Violation]:
         )
 
 
-def recovery_times(history: History, tables: FinalTables) -> list[float]:
-    """For each fault the seconds from its end to the next effect."""
+def recovery_times(history: History, tables: FinalTables) -> list[tuple[str, float]]:
+    """For each fault its kind, and the seconds from its end to the next effect."""
     effects = sorted(effect.at for effect in tables.effects)
-    after = [(fault.ended, bisect_left(effects, fault.ended)) for fault in history.faults]
-    return [effects[position] - ended for ended, position in after if position < len(effects)]
+    after = [(fault, bisect_left(effects, fault.ended)) for fault in history.faults]
+    return [(fault.kind, effects[position] - fault.ended) for fault, position in after if position < len(effects)]
 
 
 def _processes(history: History) -> Iterator[Violation]:

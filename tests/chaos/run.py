@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import statistics
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from sqlalchemy.exc import SQLAlchemyError
 
 from tests.chaos import checker, history
-from tests.chaos.checker import FinalTables, Violation
 from tests.chaos.database import Database
 from tests.chaos.faults import Faults, Missed
-from tests.chaos.history import Historian, History
+from tests.chaos.history import Historian
 from tests.chaos.processes import PRODUCER, RELAY, WORKER, Crew, Member
 from tests.chaos.profiles import Profile
+from tests.chaos.report import Report
 from tests.chaos.schedule import Planned, schedule
 from tests.chaos.surroundings import Surroundings
 
@@ -31,63 +29,6 @@ STARTING = 60.0  # seconds for all processes to be at work
 PATIENCE = 60.0  # seconds that a fault waits for work to be done since the last one
 PACE = 0.8  # of the messages that are emitted until a fault have their effects before it strikes
 LOOK_EVERY = 0.2  # seconds
-
-
-@dataclass
-class Report:
-    """What a run did, and what was wrong."""
-
-    profile: Profile
-    seed: int
-    folder: Path
-    seconds: float
-    history: History
-    tables: FinalTables
-    violations: list[Violation]
-    missed: Counter[str]
-    skipped: dict[str, str] = field(default_factory=dict)  # kinds of faults that this machine cannot have, and why
-
-    @property
-    def messages(self) -> int:
-        return sum(len(each.messages) for each in self.history.transactions if each.number in self.tables.orders)
-
-    @property
-    def recovery_times(self) -> list[float]:
-        return checker.recovery_times(self.history, self.tables)
-
-    def lines(self) -> list[str]:
-        outcomes = Counter(each.outcome for each in self.history.transactions)
-        struck = Counter(fault.kind for fault in self.history.faults)
-        deaths = sum(ending.code == -9 for ending in self.history.endings)
-        times = self.recovery_times or [0.0]
-        return [
-            f"{self.profile.database.name}, seed {self.seed}, {self.seconds:.0f} s",
-            "",
-            f"  {'fault':24}{'struck':>8}{'missed':>8}",
-            *(f"  {kind:24}{struck[kind]:>8}{self.missed[kind] or '':>8}" for kind in self.profile.kinds),
-            f"  {'all':24}{sum(struck.values()):>8}",
-            *(f"  skipped: {kind}: {reason}" for kind, reason in self.skipped.items()),
-            "",
-            f"  messages committed      {self.messages:>8}",
-            f"  effects                 {len(self.tables.effects):>8}",
-            f"  dead letters            {len(self.tables.dead_letters):>8}",
-            f"  transactions            {sum(outcomes.values()):>8}  "
-            + ", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items())),
-            f"  runs of listeners       {sum(not run.failed for run in self.history.runs):>8}",
-            f"  processes that ended    {len(self.history.endings):>8}  {deaths} of them killed",
-            f"  writes under leases     {len(self.tables.changes):>8}",
-            f"  next effect after fault {statistics.median(times):>8.2f} s median, "
-            f"{_most(times):.2f} s for 95 %, {max(times):.2f} s longest",
-            "",
-            f"  violations              {len(self.violations):>8}",
-            *(f"    {kind:12}{count:>6}" for kind, count in checker.count(self.violations).items()),
-            *(f"    {each.kind}: {each.what}: {each.detail}" for each in self.violations[:20]),
-        ]
-
-
-def _most(times: list[float]) -> float:
-    """What 95 % of them do not exceed."""
-    return sorted(times)[int((len(times) - 1) * 0.95)]
 
 
 def run(profile: Profile, seed: int, say: Say = lambda _: None) -> Report:
@@ -104,7 +45,9 @@ def run(profile: Profile, seed: int, say: Say = lambda _: None) -> Report:
     violations = checker.check(told, tables)
     seconds = time.monotonic() - began
     report = Report(profile, seed, folder, seconds, told, tables, violations, rig.missed, rig.skipped)
-    if not violations:
+    if violations:
+        (folder / "violations.txt").write_text("\n".join(report.evidence()) + "\n")
+    else:
         shutil.rmtree(folder)
     return report
 

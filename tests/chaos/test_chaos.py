@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.chaos.profiles import SHORT
-from tests.chaos.run import Report, run
+from tests.chaos.report import Report
+from tests.chaos.run import run
 
 pytestmark = pytest.mark.timeout(900)  # a run takes a minute; on a machine that does other things, several
 

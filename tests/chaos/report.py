@@ -1,0 +1,100 @@
+"""Report: a run in one table, and what is known about everything that went wrong."""
+
+from __future__ import annotations
+
+import signal
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.chaos import checker
+from tests.chaos.checker import FinalTables, Violation
+from tests.chaos.history import History
+from tests.chaos.profiles import Profile
+
+MOST_SHOWN, MOST_EXPLAINED = 20, 100  # violations
+
+
+@dataclass
+class Report:
+    """What a run did, and what was wrong."""
+
+    profile: Profile
+    seed: int
+    folder: Path
+    seconds: float
+    history: History
+    tables: FinalTables
+    violations: list[Violation]
+    missed: Counter[str]
+    skipped: dict[str, str] = field(default_factory=dict)  # kinds of faults that this machine cannot have, and why
+
+    @property
+    def messages(self) -> int:
+        """How many were committed."""
+        return sum(len(each.messages) for each in self.history.transactions if each.number in self.tables.orders)
+
+    def lines(self) -> list[str]:
+        """The table."""
+        return [
+            f"{self.profile.database.name}, seed {self.seed}, {self.seconds:.0f} s",
+            "",
+            *self._faults(),
+            "",
+            *self._messages(),
+            "",
+            f"  violations           {len(self.violations):>9}",
+            *(f"    {kind:19}{count:>9}" for kind, count in checker.count(self.violations).items()),
+            *(f"    {each.kind}: {each.what}: {each.detail}" for each in self.violations[:MOST_SHOWN]),
+        ]
+
+    def _faults(self) -> Iterator[str]:
+        """By kind: how many, and how long it took from their end to the next effect."""
+        times: dict[str, list[float]] = defaultdict(list)
+        for kind, seconds in checker.recovery_times(self.history, self.tables):
+            times[kind].append(seconds)
+            times["all"].append(seconds)
+        struck = Counter(fault.kind for fault in self.history.faults)
+        yield f"  {'fault':22}{'struck':>8}{'missed':>8}   next effect after, median and longest"
+        for kind in (*self.profile.kinds, "all"):
+            count, missed = (
+                (struck[kind], self.missed[kind]) if kind != "all" else (struck.total(), self.missed.total())
+            )
+            took = f"{statistics.median(times[kind]):>7.2f} s{max(times[kind]):>8.2f} s" if times[kind] else ""
+            yield f"  {kind:22}{count:>8}{missed or '':>8}   {took}".rstrip()
+        for kind, reason in self.skipped.items():
+            yield f"  skipped: {kind}: {reason}"
+
+    def _messages(self) -> Iterator[str]:
+        outcomes = Counter(each.outcome for each in self.history.transactions)
+        killed = sum(ending.code == -signal.SIGKILL for ending in self.history.endings)
+        told = ", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items()))
+        yield f"  messages committed   {self.messages:>9}"
+        yield f"  effects              {len(self.tables.effects):>9}"
+        yield f"  dead letters         {len(self.tables.dead_letters):>9}"
+        yield f"  transactions         {outcomes.total():>9}   {told}"
+        yield f"  runs of listeners    {sum(not run.failed for run in self.history.runs):>9}"
+        yield f"  audited writes       {len(self.tables.changes):>9}"
+        yield f"  processes that ended {len(self.history.endings):>9}   {killed} killed"
+
+    def evidence(self) -> Iterator[str]:
+        """For each violation, everything that histories and tables say about its message."""
+        for violation in self.violations[:MOST_EXPLAINED]:
+            yield f"{violation.kind}: {violation.what}: {violation.detail}"
+            for transaction in self.history.transactions:
+                if violation.what in (transaction.number, *(message.id for message in transaction.messages)):
+                    yield f"    {transaction.number}: {transaction.outcome}"
+            for run in self.history.runs:
+                if run.message_id == violation.what:
+                    yield f"    {run}"
+            for effect in self.tables.effects:
+                if effect.message_id == violation.what:
+                    yield f"    {effect}"
+            for letter in self.tables.dead_letters:
+                if letter.message.id == violation.what:
+                    yield f"    {letter}"
+            for change in self.tables.changes:
+                if change.message_id == violation.what:
+                    yield f"    {change}"
