@@ -73,12 +73,13 @@ class _Rig:
         self.skipped: dict[str, str] = {}
 
     async def run(self) -> None:
-        tasks = [asyncio.create_task(self._crew.tend()), asyncio.create_task(self._hold_back())]
-        self._background = asyncio.gather(*tasks)
+        self._background = [asyncio.create_task(self._crew.tend()), asyncio.create_task(self._hold_back())]
         try:
             await self._torment()
         finally:
-            self._background.cancel()
+            for task in self._background:
+                task.cancel()
+            await asyncio.wait(self._background)
             self._crew.kill()
 
     async def _torment(self) -> None:
@@ -138,7 +139,10 @@ class _Rig:
         while True:
             with suppress(SQLAlchemyError):  # the database is away, by a fault that goes on
                 too_much = await asyncio.to_thread(self._database.waiting) > self._profile.backlog
-                self._here.enough.touch() if too_much else self._here.enough.unlink(missing_ok=True)
+                if too_much:
+                    self._here.enough.touch()
+                else:
+                    self._here.enough.unlink(missing_ok=True)
             await asyncio.sleep(1.0)
 
     async def _until(self, condition: Callable[[], bool], longest: float) -> bool:
@@ -161,8 +165,9 @@ class _Rig:
         return seen
 
     async def _pause(self) -> None:
-        if self._background.done():
-            self._background.result()
+        for task in self._background:
+            if task.done():
+                task.result()
         await asyncio.sleep(LOOK_EVERY)
 
     def _member(self, role: str, number: int) -> Member:

@@ -124,7 +124,7 @@ def good_world() -> World:
             "broken": Buried(
                 messages["broken"], "invoices", "undecodable", 1, 0, "attempt 1 was the last, undecodable: …\n"
             ),
-            "poison": Buried(messages["poison"], "poison", "crashed", 0, 3),
+            "poison": Buried(messages["poison"], "poison", "crashed", 0, 4),  # one worker died while it buried it
         },
         changes=[
             change(None, 0, False, 1, "plain", "", None, None, None),  # routed
