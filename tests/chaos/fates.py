@@ -47,14 +47,16 @@ FATES: Mapping[str, Fate] = {
 }
 
 # In a thousand messages; the rest are fine.
-_SHARES = {"slow": 10, "fails once": 30, "fails twice": 15, "fails always": 15, "is rejected": 10, "is no JSON": 5}
+_SHARES = {"fails once": 30, "fails twice": 15, "fails always": 15, "is rejected": 10, "is no JSON": 5}
 _SHARED = 0.1  # of all messages go to two queues
 
 
-def choose(chance: random.Random, kills: float) -> tuple[Fate, str]:
-    """A fate and a routing key. `kills` is the share of messages that kill their worker."""
+def choose(chance: random.Random, kills: float, slow: float) -> tuple[Fate, str]:
+    """A fate and a routing key, with the shares of messages that kill their worker and that keep it."""
     if chance.random() < kills:
         fate = FATES["kills always" if chance.random() < 0.2 else "kills once"]
+    elif chance.random() < slow:
+        fate = FATES["slow"]
     else:
         throw = chance.random() * 1000
         fate = FATES["fine"]

@@ -57,7 +57,7 @@ def plans(here: Surroundings) -> Iterator[Plan]:
         size = chance.choice([1, 1, 1, 2, 3, 5, 10, 30])
         bodies = defaultdict(list)
         for position in range(size):
-            fate, routing_key = choose(chance, here.kills)
+            fate, routing_key = choose(chance, here.kills, here.slow_share)
             bodies[routing_key].append((fate, _body(chance, fate, f"{here.name} {number} {position}")))
         commits, savepoint = chance.random() >= ROLLBACKS, chance.random() < SAVEPOINTS
         yield Plan(f"{here.name} {number}", dict(bodies), size, commits, savepoint)

@@ -22,6 +22,7 @@ class Profile:
     lease: float = 3.0
     poll_interval: float = 0.5
     slow: float = 4.0  # seconds, longer than a lease
+    slow_share: float = 0.01  # of all messages
     kills: float = 0.0005  # share of messages that kill their worker
     disk: int = 256 * MEBIBYTE
     backlog: int = 300  # messages that wait, above which producers hold back
@@ -51,6 +52,7 @@ SHORT: Mapping[str, Profile] = {
     "postgresql": Profile(
         PostgresqlDatabase,
         seconds=25,
+        slow_share=0.04,
         faults=18,
         messages=1500,
         members={PRODUCER: 2, RELAY: 1, WORKER: 2},

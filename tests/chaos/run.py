@@ -63,7 +63,13 @@ class _Rig:
         self._say = say
         self._history = Historian(folder / "histories" / "rig.jsonl")
         self._here = Surroundings(
-            name="rig", folder=folder, seed=seed, slow=profile.slow, kills=profile.kills, rate=profile.rate
+            name="rig",
+            folder=folder,
+            seed=seed,
+            slow=profile.slow,
+            slow_share=profile.slow_share,
+            kills=profile.kills,
+            rate=profile.rate,
         )
         self._crew = Crew(
             [self._member(role, number) for role, many in profile.members.items() for number in range(many)]

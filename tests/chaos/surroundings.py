@@ -18,6 +18,7 @@ class Surroundings:
     folder: Path
     seed: int
     slow: float  # seconds that a slow listener takes
+    slow_share: float  # of all messages
     kills: float  # share of messages that kill their worker
     rate: float  # messages that a producer emits in a second
 
@@ -32,6 +33,7 @@ class Surroundings:
             folder=Path(told["folder"]),
             seed=int(told["seed"]),
             slow=float(told["slow"]),
+            slow_share=float(told["slow_share"]),
             kills=float(told["kills"]),
             rate=float(told["rate"]),
         )

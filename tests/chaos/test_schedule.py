@@ -48,6 +48,6 @@ def test_a_freeze_outlasts_the_lease() -> None:
 
 def test_every_fate_is_chosen_and_has_a_queue() -> None:
     chance = random.Random(1)
-    chosen = [choose(chance, kills=0.01) for _ in range(5000)]
+    chosen = [choose(chance, kills=0.01, slow=0.01) for _ in range(5000)]
     assert {fate.name for fate, _ in chosen} == set(FATES)
     assert {routing_key for _, routing_key in chosen} == set(QUEUES)
