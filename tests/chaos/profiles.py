@@ -21,7 +21,7 @@ class Profile:
     members: Mapping[str, int]
     lease: float = 3.0
     poll_interval: float = 0.5
-    slow: float = 4.0  # seconds, longer than a lease
+    slow: float = 3.5  # seconds, longer than a lease
     slow_share: float = 0.01  # of all messages
     kills: float = 0.0005  # share of messages that kill their worker
     disk: int = 256 * MEBIBYTE
@@ -52,10 +52,10 @@ SHORT: Mapping[str, Profile] = {
     "postgresql": Profile(
         PostgresqlDatabase,
         seconds=25,
-        slow_share=0.04,
         faults=18,
-        messages=1500,
+        messages=1200,
         members={PRODUCER: 2, RELAY: 1, WORKER: 2},
+        slow_share=0.03,
         kills=0.002,
     ),
     "sqlite": Profile(
