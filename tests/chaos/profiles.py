@@ -51,9 +51,9 @@ class Profile:
 SHORT: Mapping[str, Profile] = {
     "postgresql": Profile(
         PostgresqlDatabase,
-        seconds=25,
-        faults=18,
-        messages=1200,
+        seconds=22,
+        faults=17,
+        messages=1000,
         members={PRODUCER: 2, RELAY: 1, WORKER: 2},
         slow_share=0.03,
         kills=0.002,
