@@ -50,6 +50,7 @@ LINTERS = {
     "import-linter": ["-c", "from importlinter.cli import lint_imports_command as run; run()", "--no-logo"],
 }
 PYTEST = ["-m", "pytest"]
+SIDE_BY_SIDE = ["-n", "2", "--dist", "loadfile"]  # most tests wait for something: two of them can
 ON_OLDER_SQLALCHEMY = ["tests/contract/test_stores.py", "tests/seeds/test_seed_1_emit.py"]
 
 
@@ -75,8 +76,9 @@ def test(arguments: list[str]) -> int:
     if arguments:
         return run([environment.python, *PYTEST, *arguments])
     first = environment.older_sqlalchemy().relative_to(ROOT).as_posix()
+    everything = [*PYTEST, *SIDE_BY_SIDE]
     older = ["--sqlalchemy", "2.0", "-o", f"pythonpath={first}", *ON_OLDER_SQLALCHEMY]
-    return run_all(environment, {**LINTERS, "pytest": PYTEST, "sqlalchemy 2.0": [*PYTEST, *older]})
+    return run_all(environment, {**LINTERS, "pytest": everything, "sqlalchemy 2.0": [*everything, *older]})
 
 
 def lint(arguments: list[str]) -> int:
