@@ -32,7 +32,7 @@ from .pages import Block, Page
 
 PLACEHOLDER = "postgresql+asyncpg://user:password@localhost/orders"
 POOLED = "postgresql+asyncpg://user:password@localhost:6432/orders"
-PATIENCE = 120.0  # seconds for anything that a page waits for
+PATIENCE = 240.0  # seconds for anything that a page waits for
 
 
 class NotAsShown(Exception):
