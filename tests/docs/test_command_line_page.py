@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
-from typer.core import TyperCommand, TyperGroup
-from typer.main import get_command
-
-from outbox.cli import app
 from outbox.cli.exits import ExitCode
 
+from .command_line import all_commands, options
 from .pages import ROOT, Page
 from .run_page import commands
 
@@ -20,16 +16,16 @@ FOR_ALL = ("--help", "--version", "--outbox", "--json")  # told once, in the tab
 
 
 def test_every_command_is_told_under_its_own_heading() -> None:
-    for name, _ in _commands():
+    for name, _ in all_commands():
         noun = name.split()[0]
         section = _section(f"outbox {noun}")
         assert f"`{name}" in section or f"$ outbox {name}" in section, name
 
 
 def test_every_option_is_told_where_its_command_is() -> None:
-    for name, command in _commands():
+    for name, command in all_commands():
         section = _section(f"outbox {name.split()[0]}")
-        missing = [option for option in _options(command) if option not in FOR_ALL and f"`{option}`" not in section]
+        missing = [option for option in options(command) if option not in FOR_ALL and f"`{option}`" not in section]
         assert not missing, f"outbox {name}: {missing}"
 
 
@@ -37,20 +33,20 @@ def test_the_options_that_commands_share_are_told_with_those_that_lack_them() ->
     rows = dict(re.findall(r"^\| all but (.+) \| `(--\w+)`", TEXT, re.MULTILINE))
     told = {option: set(re.findall(r"`(.+?)`", names)) for names, option in rows.items()}
     lacking = {
-        option: {name for name, command in _commands() if option not in _options(command)}
+        option: {name for name, command in all_commands() if option not in options(command)}
         for option in ("--outbox", "--json")
     }
     assert told == lacking
 
 
 def test_no_option_is_told_that_does_not_exist() -> None:
-    known = {option for _, command in _commands() for option in _options(command)} | set(FOR_ALL)
+    known = {option for _, command in all_commands() for option in options(command)} | set(FOR_ALL)
     told = {word for span in PAGE.code_spans for word in re.findall(r"--[\w-]+", span)}
     assert told - known == set()
 
 
 def test_every_command_of_an_example_exists() -> None:
-    names = [name for name, _ in _commands()]
+    names = [name for name, _ in all_commands()]
     lines = [command.line for block in PAGE.blocks if block.language == "console" for command in commands(block.text)]
     outbox_lines = [line.removeprefix("outbox ") for line in lines if line.startswith("outbox ")]
     assert len(outbox_lines) > 10
@@ -60,21 +56,6 @@ def test_every_command_of_an_example_exists() -> None:
 def test_the_exit_codes_are_those_of_the_program() -> None:
     told = re.findall(r"^\| (\d+) \| (.+) \|$", _section("Exit codes"), re.MULTILINE)
     assert told == [(str(code.value), code.meaning) for code in ExitCode]
-
-
-def _commands() -> Iterator[tuple[str, TyperCommand]]:
-    """Every command, as one would type it behind `outbox`."""
-    root = get_command(app)
-    assert isinstance(root, TyperGroup)
-    for name, command in root.commands.items():
-        if isinstance(command, TyperGroup):
-            yield from ((f"{name} {inner}", each) for inner, each in command.commands.items())  # type: ignore[misc]
-        else:
-            yield name, command  # type: ignore[misc]
-
-
-def _options(command: TyperCommand) -> list[str]:
-    return [option for parameter in command.params for option in parameter.opts if option.startswith("--")]
 
 
 def _section(heading: str) -> str:

@@ -1,0 +1,54 @@
+"""The pages for those who operate it name commands, numbers and limits that exist."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from datetime import timedelta
+
+import pytest
+
+from outbox import doctor
+from outbox.cli.status import Rates
+from outbox.core.store import Backlog, QueueBacklog
+from outbox.stores import postgresql_examination, sqlite_examination
+
+from .command_line import all_commands, options
+from .pages import ROOT, Page, all_pages
+
+WATCHING = Page(ROOT / "docs/operate/watching.md")
+ALERTS = re.findall(r"^\| (`.+?) \|", WATCHING.text.partition("## Alerts")[2].partition("## Logs")[0], re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", all_pages(), ids=lambda page: page.name)
+def test_every_command_that_a_page_names_exists_with_its_options(page: Page) -> None:
+    known = dict(all_commands())
+    groups = {name.split()[0] for name in known}
+    for span in page.code_spans:
+        words = span.split()
+        if words[:1] != ["outbox"] or len(words) == 1 or not words[1].islower():
+            continue
+        name = next((name for name in known if span.removeprefix("outbox ").startswith(name)), None)
+        assert name is not None or span.removeprefix("outbox ") in groups, span
+        if name is not None:
+            assert {word for word in words if word.startswith("--")} <= set(options(known[name])), span
+
+
+def test_every_number_to_watch_is_in_the_document_of_status() -> None:
+    counted = {each.name for each in fields(Backlog)}
+    counted |= {f"queues[].{each.name}" for each in fields(QueueBacklog)}
+    counted |= {f"rates.{each.name}" for each in fields(Rates)}
+    named = [re.findall(r"`(.+?)`", row) for row in ALERTS]
+    assert len(named) == 5
+    assert {names[0] for names in named} <= counted
+
+
+def test_the_limits_are_those_of_the_doctor() -> None:
+    text = WATCHING.text
+    assert timedelta(minutes=1) == doctor.PATIENCE
+    assert timedelta(minutes=5) == postgresql_examination.LONG_OPEN
+    assert "| 60 | 600 |" in text
+    assert "`doctor` warns at a minute" in text
+    assert "transactions older than 5 minutes" in text
+    assert f"above {postgresql_examination.DEAD_ROWS:,}".replace(",", " ") in text
+    assert f"above {sqlite_examination.LARGEST_LOG // 1024**2} MiB" in text
