@@ -330,6 +330,10 @@ async def test_a_savepoint_that_was_released_wakes_nobody_before_the_whole_has_c
 
 async def test_nothing_but_the_insert_runs_in_the_producers_transaction(outbox: Outbox, db_engine: AsyncEngine) -> None:
     await outbox.create_tables()
+    with Statements(db_engine.sync_engine) as first:
+        async with AsyncSession(db_engine) as session, session.begin():
+            await outbox.emit(session, "orders", 6)  # an engine that was never met: are the tables there?
+    assert [statement.split()[0] for statement in first if "pg_class" not in statement] == ["INSERT"]
     with Statements(db_engine.sync_engine) as statements:
         async with AsyncSession(db_engine) as session, session.begin():
             await outbox.emit(session, "orders", 7)
