@@ -3,7 +3,7 @@
 
 PYTHON ?= python3
 
-.PHONY: demo test lint bench chaos
+.PHONY: demo test lint bench chaos mutants
 
-demo test lint bench chaos:
+demo test lint bench chaos mutants:
 	@$(PYTHON) dev.py $@ $(ARGS)

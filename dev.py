@@ -9,6 +9,8 @@
     python3 dev.py bench                     measure how fast it is, beside its limits and its peers
     python3 dev.py bench drain emit          these parts alone
     python3 dev.py chaos --seed 1            minutes of crashes and cuts, on real servers; no promise may break
+    python3 dev.py mutants                   break the library in every way that is written down, and see a test fail
+    python3 dev.py mutants name other-name   these mutants alone
 
 The first run makes the virtual environment .venv and installs into it; later runs need no network.
 """
@@ -55,7 +57,7 @@ ON_OLDER_SQLALCHEMY = ["tests/contract/test_stores.py", "tests/seeds/test_seed_1
 
 
 def main(arguments: list[str]) -> int:
-    commands = {"demo": demo, "test": test, "lint": lint, "bench": bench, "chaos": chaos}
+    commands = {"demo": demo, "test": test, "lint": lint, "bench": bench, "chaos": chaos, "mutants": mutants}
     if not arguments or arguments[0] not in commands:
         print(__doc__.strip())
         return 0 if arguments in (["-h"], ["--help"], ["help"]) else 2
@@ -100,6 +102,12 @@ def chaos(arguments: list[str]) -> int:
     environment = Environment(ROOT / ".venv")
     environment.prepare_for_tests()
     return run([environment.python, "-m", "tests.chaos", *arguments])
+
+
+def mutants(arguments: list[str]) -> int:
+    environment = Environment(ROOT / ".venv")
+    environment.prepare_for_tests()
+    return run([environment.python, "-m", "tests.mutants", *arguments])
 
 
 def run_all(environment: Environment, steps: dict[str, list[str]]) -> int:

@@ -1,0 +1,77 @@
+"""Routers beside workers, and beside those who change the bindings."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from datetime import timedelta
+
+from sqlalchemy import text
+
+from outbox import Outbox, listen
+from outbox.core.binding import Binding
+from outbox.outbound.routing import Router
+from outbox.transports.database import DatabaseTransport
+from tests.walk.test_databases import POSTGRESQL
+from tests.walk.test_worker import PATIENCE, emit
+
+MakeOutbox = Callable[..., Outbox]
+
+
+async def test_what_a_router_leases_is_in_the_consumers_hands_at_once(outbox: Outbox) -> None:
+    """Otherwise it would wait until its lease runs out, and then be taken for a crash."""
+
+    @listen("#", queue="q")
+    async def listener(body: int) -> None: ...
+
+    store = outbox.store
+    transport = DatabaseTransport(store, lease=timedelta(minutes=10), poll_interval=0.2, observe=lambda event: None)
+    router = Router(store, transport, batch_size=10, patience=0, unroutable={}, observe=lambda event: None)
+    await transport.declare([listener])
+    await emit(outbox, 1)
+    deliveries = transport.consume(listener, 10)
+    delivery = asyncio.ensure_future(anext(deliveries))
+    async with asyncio.timeout(PATIENCE):
+        while not wanted(transport):
+            await asyncio.sleep(0.01)
+    assert await router.round() == 1
+    await asyncio.wait([delivery], timeout=PATIENCE / 4)
+    assert delivery.done()
+    assert delivery.result().attempt.message.body == b"1"
+    await deliveries.aclose()
+    await transport.close()
+
+
+def wanted(transport: DatabaseTransport) -> bool:
+    """Whether some consumer would take something at this moment."""
+    with transport.offer() as offer:
+        return bool(offer.wanted)
+
+
+@POSTGRESQL
+async def test_a_binding_is_not_added_while_a_router_works_without_it(make_outbox: MakeOutbox, table_name: str) -> None:
+    """Whoever has bound a queue gets what is routed from then on: no router may still decide by the old bindings."""
+    router, binder, watcher = make_outbox(), make_outbox(), make_outbox()
+    await emit(router, 1)
+    async with watcher.engines.asynchronous.connect() as connection:
+        # Nobody can write messages, but they can be looked at and locked: the router halts between the two.
+        await connection.execute(text(f"LOCK TABLE {table_name} IN SHARE MODE"))
+        routing = asyncio.create_task(router.store.route(10, {"#": "discard"}))
+        await waiting(watcher, table_name, 1)
+        binding = asyncio.create_task(binder.store.bind([Binding("q", "#")]))
+        await waiting(watcher, table_name, 2)
+        assert await watcher.bindings() == []
+    await asyncio.wait_for(asyncio.gather(routing, binding), PATIENCE)
+    assert await watcher.bindings() == [Binding("q", "#")]
+    assert await watcher.messages() == []
+
+
+async def waiting(outbox: Outbox, table_name: str, count: int) -> None:
+    """Until so many statements on this test's tables wait for a lock."""
+    held_up = text("SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE :ours")
+    async with asyncio.timeout(PATIENCE):
+        while True:
+            async with outbox.engines.asynchronous.connect() as connection:
+                if await connection.scalar(held_up, {"ours": f"%{table_name}%"}) == count:
+                    return
+            await asyncio.sleep(0.02)
