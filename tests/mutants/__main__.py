@@ -13,6 +13,7 @@ import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from outbox.testing.servers import postgresql
@@ -27,19 +28,33 @@ FAILED = 1  # pytest's exit code for tests that ran and failed
 _UNUSABLE = re.compile(r"(ImportError|ModuleNotFoundError|NameError|SyntaxError|UnboundLocalError)\b")
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """How a mutant fared."""
+
+    mutant: Mutant
+    how: str
+    said: str
+    seconds: float
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="name", help="patches without their ending; all if none is named")
     chosen = choose(parser.parse_args().names)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends like Ctrl-C, and what was started ends too
+    verdicts: list[Verdict] = []
     with postgresql() as server:
         os.environ["OUTBOX_TEST_POSTGRESQL_URL"] = server.url
         if not all_pass_unbroken(chosen):
-            print("some of these tests fail on the sources as they are: mend that first", flush=True)
+            say("some of these tests fail on the sources as they are: mend that first")
             return 1
-        verdicts = [judge(mutant) for mutant in chosen]
-    killed = verdicts.count(KILLED)
-    print(f"\n{killed} of {len(chosen)} mutants were killed", flush=True)
+        for mutant in chosen:
+            verdicts.append(judge(mutant))
+            say(f"{verdicts[-1].how:9}{mutant.name}, {verdicts[-1].seconds:.1f} s: {verdicts[-1].said}")
+    say(f"\n{table(verdicts)}\n")
+    killed = sum(verdict.how == KILLED for verdict in verdicts)
+    say(f"{killed} of {len(chosen)} mutants were killed")
     return 0 if killed == len(chosen) else 1
 
 
@@ -53,12 +68,12 @@ def choose(names: Sequence[str]) -> list[Mutant]:
 
 def all_pass_unbroken(chosen: Sequence[Mutant]) -> bool:
     tests = sorted({mutant.test for mutant in chosen})
-    print(f"the {len(tests)} tests on the sources as they are …", flush=True)
+    say(f"the {len(tests)} tests on the sources as they are …")
     with tempfile.TemporaryDirectory() as folder:
         return run(copy_of_sources(folder), tests).returncode == 0
 
 
-def judge(mutant: Mutant) -> str:
+def judge(mutant: Mutant) -> Verdict:
     """Run the mutant's test on broken sources, and say how it went."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
@@ -66,12 +81,18 @@ def judge(mutant: Mutant) -> str:
         mutant.apply(sources.parent)
         report = Path(folder) / "report.xml"
         code = run(sources, [mutant.test, f"--junitxml={report}"], quiet=True).returncode
-        why = failure(report) if code == FAILED else ""
-    verdict = SURVIVED if code == 0 else KILLED if why and not _UNUSABLE.match(why) else BROKEN
-    print(f"\n{verdict:9}{mutant.name}, {time.monotonic() - began:.1f} s", flush=True)
-    for title, line in (("promise", mutant.promise), ("test", mutant.test), ("said", why or f"exit code {code}")):
-        print(f"{'':9}{title:8}{line}", flush=True)
-    return verdict
+        failed = failure(report) if code == FAILED else ""
+    how = SURVIVED if code == 0 else KILLED if failed and not _UNUSABLE.match(failed) else BROKEN
+    return Verdict(mutant, how, failed or f"pytest ended with {code}", time.monotonic() - began)
+
+
+def table(verdicts: Sequence[Verdict]) -> str:
+    lines = [
+        f"| {verdict.mutant.name} | {verdict.mutant.promise} | {verdict.mutant.test} | {verdict.how} | "
+        f"{verdict.seconds:.1f} |"
+        for verdict in verdicts
+    ]
+    return "\n".join(["| mutant | promise | test | verdict | seconds |", "|---|---|---|---|---:|", *lines])
 
 
 def copy_of_sources(folder: str) -> Path:
@@ -89,6 +110,10 @@ def failure(report: Path) -> str:
     """The first line of what the test said when it failed; nothing if it did not come so far."""
     found = ElementTree.parse(report).find(".//failure")  # noqa: S314 - pytest has just written it
     return "" if found is None else next(iter(found.get("message", "").splitlines()), "it failed")
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
 
 
 if __name__ == "__main__":

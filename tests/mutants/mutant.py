@@ -8,7 +8,7 @@ from pathlib import Path
 
 PATCHES = Path(__file__).parent
 
-_PATCH = re.compile(r"Promise: (?P<promise>.+)\nKilled by: (?P<test>.+)\n\n(?P<diff>--- .+)", re.DOTALL)
+_PATCH = re.compile(r"Promise: (?P<promise>.+)\nKilled by: (?P<test>.+)\n\n(?P<diff>--- (?s:.+))")
 _FILE = re.compile(r"^--- a/(.+)\n\+\+\+ b/\1\n", re.MULTILINE)
 _HUNK = re.compile(r"^@@ .*\n", re.MULTILINE)
 

@@ -9,9 +9,21 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from outbox.core.attempt import Done, Reason
 from outbox.core.binding import Binding
+from outbox.core.durations import NEVER
 from outbox.core.message import NOW, Schedule
 from outbox.core.store import Store
-from outbox.testing.store.cases import LEASE, MakeStore, StoreCases, claimed, emit, message, queued, soon, write
+from outbox.testing.store.cases import (
+    LEASE,
+    MakeStore,
+    StoreCases,
+    claimed,
+    emit,
+    message,
+    queued,
+    settled,
+    soon,
+    write,
+)
 
 
 class EmittingCases(StoreCases):
@@ -161,6 +173,14 @@ class EmittingCases(StoreCases):
             async with engine.begin() as connection:
                 assert await write(connection, store, *store.cancel("t")) == 0
 
+    async def test_a_timer_that_was_sent_is_not_cancelled(self, engine: AsyncEngine, make_store: MakeStore) -> None:
+        store = make_store(clean_up_after=NEVER)
+        await emit(engine, store, message(), schedule=Schedule(timer_id="t"))
+        await settled(store, Done(), None)
+        async with engine.begin() as connection:
+            assert await write(connection, store, store.cancel("t")) == 0
+        assert [stored.state for stored in await store.list_messages()] == ["sent"]
+
     async def test_a_timer_that_fired_can_be_set_again(self, engine: AsyncEngine, store: Store) -> None:
         await queued(engine, store, message(), schedule=Schedule(timer_id="t"))
         async with engine.begin() as connection:
@@ -204,6 +224,17 @@ class EmittingCases(StoreCases):
             assert await store.expire(10) == 0
             assert await claim.settle({claim.attempts[0].id: Done()}) == frozenset()
         assert await store.dead_letters.list() == []
+
+    async def test_a_message_that_was_sent_does_not_expire_any_more(
+        self, engine: AsyncEngine, make_store: MakeStore
+    ) -> None:
+        store = make_store(clean_up_after=NEVER)
+        lifetime = timedelta(seconds=3)  # long enough to be sent first, whatever holds the machine up
+        await emit(engine, store, message(), schedule=Schedule(expiration=lifetime))
+        await settled(store, Done(), None)
+        await asyncio.sleep(lifetime.total_seconds())
+        assert await store.expire(10) == 0
+        assert [stored.state for stored in await store.list_messages()] == ["sent"]
 
     # The inbox.
 
