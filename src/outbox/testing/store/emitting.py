@@ -178,7 +178,7 @@ class EmittingCases(StoreCases):
         await emit(engine, store, message(), schedule=Schedule(timer_id="t"))
         await settled(store, Done(), None)
         async with engine.begin() as connection:
-            assert await write(connection, store, store.cancel("t")) == 0
+            assert await write(connection, store, *store.cancel("t")) == 0
         assert [stored.state for stored in await store.list_messages()] == ["sent"]
 
     async def test_a_timer_that_fired_can_be_set_again(self, engine: AsyncEngine, store: Store) -> None:
