@@ -8,7 +8,7 @@ from pathlib import Path
 
 PATCHES = Path(__file__).parent
 
-_PATCH = re.compile(r"Promise: (?P<promise>.+)\nKilled by: (?P<test>.+)\n\n(?P<diff>--- (?s:.+))")
+_PATCH = re.compile(r"Promise: (?P<promise>.+)\nKilled by: (?P<test>.+)\n\n(?P<diff>(?:diff|---) (?s:.+))")
 _FILE = re.compile(r"^--- a/(.+)\n\+\+\+ b/\1\n", re.MULTILINE)
 _HUNK = re.compile(r"^@@ .*\n", re.MULTILINE)
 
@@ -67,5 +67,5 @@ def _changes(diff: str) -> list[Change]:
 
 
 def _side(hunk: str, sign: str) -> str:
-    """What a hunk says of the file before (-) or after (+) the change."""
-    return "".join(line[1:] for line in hunk.splitlines(keepends=True) if line[0] in (" ", sign))
+    """What a hunk says of the file before (-) or after (+) the change. Editors leave nothing of an empty line."""
+    return "".join(line[1:] or line for line in hunk.splitlines(keepends=True) if line[0] in (" ", "\n", sign))

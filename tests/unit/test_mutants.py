@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutants.mutant import PATCHES, DoesNotApply, Mutant, mutants
+from tests.mutants.__main__ import failure
+from tests.mutants.mutant import PATCHES, Change, DoesNotApply, Mutant, mutants
 
 ROOT = PATCHES.parents[1]
 CONTRACTS = ROOT / "src/outbox/testing"
@@ -54,10 +55,60 @@ def test_sources_that_have_moved_on_are_not_broken_by_guessing(tmp_path: Path) -
     assert (tmp_path / "x.py").read_text() == "0\na\nc\n"
 
 
+def test_what_git_writes_is_a_patch_once_its_promise_is_put_above_it(tmp_path: Path) -> None:
+    lines = [
+        "Promise: p",
+        "Killed by: t[a-b]",
+        "",
+        "diff --git a/x.py b/x.py",
+        "index 0001..0002 100644",
+        "--- a/x.py",
+        "+++ b/x.py",
+        "@@ -1,3 +1,3 @@ def f",
+        " a",
+        "",
+        "-b",
+        "+c",
+        "@@ -9 +9 @@",
+        "-d",
+        "diff --git a/y.py b/y.py",
+        "--- a/y.py",
+        "+++ b/y.py",
+        "@@ -1 +1,2 @@",
+        " e",
+        "+f",
+    ]
+    (tmp_path / "break-it.patch").write_text("\n".join(lines) + "\n")
+    assert Mutant.read(tmp_path / "break-it.patch") == Mutant(
+        "break-it",
+        "p",
+        "t[a-b]",
+        (
+            Change("x.py", "a\n\nb\n", "a\n\nc\n"),
+            Change("x.py", "d\n", ""),
+            Change("y.py", "e\n", "e\nf\n"),
+        ),
+    )
+
+
 def test_a_patch_without_its_promise_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.patch").write_text("--- a/x.py\n+++ b/x.py\n@@ -1 +1 @@\n-b\n+c\n")
     with pytest.raises(ValueError, match="promise"):
         Mutant.read(tmp_path / "x.patch")
+
+
+@pytest.mark.parametrize(
+    ("ended", "said"),
+    [
+        ('<failure message="assert 1 == 0&#10;more">trace</failure>', "assert 1 == 0"),
+        ('<error message="failed on setup">trace</error>', ""),
+        ("", ""),
+    ],
+)
+def test_only_a_test_that_ran_and_failed_kills(tmp_path: Path, ended: str, said: str) -> None:
+    report = tmp_path / "report.xml"
+    report.write_text(f"<testsuites><testsuite><testcase>{ended}</testcase></testsuite></testsuites>")
+    assert failure(report) == said
 
 
 @cache
