@@ -192,6 +192,8 @@ async def test_the_worker_waits_for_all_listeners_that_are_running(make_outbox: 
     for _ in range(5):
         await arrival(started)
     signal_this_process(signal.SIGTERM)
+    await asyncio.wait([working], timeout=0.5)
+    assert not working.done()
     finish.set()
     assert await working == 0
     assert sorted(finished) == [0, 1, 2, 3, 4]
