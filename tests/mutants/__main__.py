@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 KILLED, SURVIVED, BROKEN = "killed", "SURVIVED", "BROKEN"
 FAILED = 1  # pytest's exit code for tests that ran and failed
+LONGEST = 120  # seconds for a test that waits for what a mutant never does
 
 # A patch that only makes the sources unusable proves nothing.
 _UNUSABLE = re.compile(r"(ImportError|ModuleNotFoundError|NameError|SyntaxError|UnboundLocalError)\b")
@@ -102,7 +103,7 @@ def copy_of_sources(folder: str) -> Path:
 
 def run(sources: Path, arguments: Sequence[str], *, quiet: bool = False) -> subprocess.CompletedProcess[bytes]:
     surroundings = {**os.environ, "PYTHONPATH": str(sources), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--timeout={LONGEST}", *arguments]
     return subprocess.run(command, cwd=ROOT, env=surroundings, capture_output=quiet, check=False)
 
 
