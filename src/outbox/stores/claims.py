@@ -170,11 +170,12 @@ class SqlClaim:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._renewal is not None:
-            self._renewal.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._renewal
-        await self.give_back()
+        try:
+            if self._renewal is not None:
+                self._renewal.cancel()
+                await asyncio.wait([self._renewal])
+        finally:
+            await self.give_back()
 
     async def settle(self, outcomes: Mapping[int, Outcome]) -> frozenset[int]:
         async with self._writing:
