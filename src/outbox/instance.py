@@ -486,7 +486,9 @@ async def _end(tasks: list[asyncio.Task[None]], shutdown: Shutdown, grace: timed
     shutdown.begun.set()
     forced = asyncio.create_task(shutdown.forced.wait())
     ending: list[asyncio.Future[Any]] = [forced, asyncio.gather(*tasks, return_exceptions=True)]
-    await asyncio.wait(ending, timeout=grace.total_seconds(), return_when=asyncio.FIRST_COMPLETED)
-    for task in (forced, *tasks):
-        task.cancel()
-    await asyncio.wait([forced, *tasks], timeout=LAST_WORDS)
+    try:
+        await asyncio.wait(ending, timeout=grace.total_seconds(), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in (forced, *tasks):
+            task.cancel()
+        await asyncio.wait([forced, *tasks], timeout=LAST_WORDS)

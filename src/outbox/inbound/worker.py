@@ -74,12 +74,14 @@ class Worker:
         serving.append(asyncio.create_task(self._watch()))
         stopping = asyncio.create_task(stop.wait())
         try:
-            await asyncio.wait([stopping, *serving], return_when=asyncio.FIRST_COMPLETED)
+            try:
+                await asyncio.wait([stopping, *serving], return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                await _end([stopping, *serving])
         except asyncio.CancelledError:
             abandon.set()  # whoever cancels does not want to wait
             raise
         finally:
-            await _end([stopping, *serving])
             abandoned = await self._let_end(abandon)
         return abandoned
 
@@ -142,15 +144,17 @@ class Worker:
             return 0
         abandoning = asyncio.create_task(abandon.wait())
         ending = asyncio.ensure_future(asyncio.wait(self._tasks()))
-        await asyncio.wait(
-            [abandoning, ending], timeout=self._grace.total_seconds(), return_when=asyncio.FIRST_COMPLETED
-        )
-        await _end([abandoning, ending])
-        left = self._tasks()
-        for task in left:
-            task.cancel(ABANDONED)
-        if left:
-            await asyncio.wait(left, timeout=LAST_WORDS)  # one that does not heed its cancellation is left behind
+        try:
+            await asyncio.wait(
+                [abandoning, ending], timeout=self._grace.total_seconds(), return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            await _end([abandoning, ending])
+            left = self._tasks()
+            for task in left:
+                task.cancel(ABANDONED)
+            if left:
+                await asyncio.wait(left, timeout=LAST_WORDS)  # one that does not heed its cancellation is left behind
         return len(left)
 
     def _tasks(self) -> list[asyncio.Task[None]]:
