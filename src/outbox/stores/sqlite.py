@@ -54,6 +54,7 @@ QUICK_LOOK, SLOW_LOOK = 0.005, 0.05  # seconds between two looks at the file's v
 
 _FORMAT = "%Y-%m-%d %H:%M:%f000"  # as SQLAlchemy writes datetimes: fixed width, so that text order is time order
 _READING = "outbox_reading"
+_letting_go: set[asyncio.Task[None]] = set()
 
 
 class SqliteStore(SqlStore):
@@ -337,14 +338,16 @@ class _MemoryThread:
 
 
 def prepare(engine: Engine | AsyncEngine) -> None:
-    """Make an engine's transactions safe: they take the write lock when they begin, and wait for their turn.
+    """Make an engine's transactions safe: they take the write lock when they begin, wait for their turn, and let go.
 
     Without it SQLite refuses a transaction that read first as soon as somebody else wrote, and SQLAlchemy's default
-    opens none at all before a SELECT.
+    opens none at all before a SELECT; and a session that is cancelled in a statement may keep the lock for a while.
     """
     target = engine.sync_engine if isinstance(engine, AsyncEngine) else engine
     event.listen(target, "connect", _connect)
     event.listen(target, "begin", _begin)
+    if isinstance(engine, AsyncEngine):
+        event.listen(target, "invalidate", _let_go)
 
 
 def in_memory(url: URL) -> bool:
@@ -360,6 +363,22 @@ def _connect(connection: Any, record: object) -> None:
         cursor.execute("PRAGMA journal_mode = WAL")
     cursor.execute("PRAGMA synchronous = FULL")
     cursor.close()
+
+
+def _let_go(connection: Any, record: object, error: BaseException | None) -> None:
+    """Roll back before a connection that was cut is closed.
+
+    SQLite keeps a closed connection, and the write lock with it, until its last cursor is collected.
+    """
+
+    async def roll_back() -> None:
+        with suppress(Exception):  # it is closed already
+            await connection.driver_connection.rollback()
+
+    with suppress(RuntimeError):  # no loop runs any more, hence nobody was cancelled
+        loop = asyncio.get_running_loop()
+        _letting_go.add(task := loop.create_task(roll_back()))
+        task.add_done_callback(_letting_go.discard)
 
 
 def _begin(connection: Connection) -> None:
