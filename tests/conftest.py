@@ -6,6 +6,7 @@ import itertools
 import os
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ pytest.register_assert_rewrite(
     "outbox.testing.store", "outbox.testing.store_contract", "outbox.testing.transport_contract"
 )
 
-from outbox import Outbox  # noqa: E402 - after pytest was told whose assertions to explain
+from outbox import Outbox, adapters  # noqa: E402 - after pytest was told whose assertions to explain
 from outbox.testing.servers import PgBouncer, postgresql  # noqa: E402
 
 DATABASES = ("sqlite", "postgresql+asyncpg", "postgresql+psycopg")
@@ -45,6 +46,12 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
         return f"sqlite+aiosqlite:///{tmp_path / 'outbox.db'}"
     url: str = request.getfixturevalue("postgresql_url")
     return url.replace("postgresql://", f"{request.param}://", 1)
+
+
+@pytest.fixture
+def adapters_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that make hundreds of outboxes: most of what one takes is the look for installed adapters."""
+    monkeypatch.setattr(adapters, "entry_points", cache(adapters.entry_points))
 
 
 @pytest.fixture
