@@ -1,0 +1,425 @@
+"""Whatever is awaited may be cancelled wherever it waits: nothing is lost or left open, and the next call works."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from outbox import Binding, Message, Outbox
+from outbox.core.attempt import Done, RetryIn
+from outbox.core.dead_letter import DeadLetters
+from outbox.core.store import Claim, Store, Wanted
+from outbox.core.transport import Transport
+from outbox.shutdown import Shutdown
+from tests.conftest import DATABASES
+from tests.interrupting import Interrupted, interrupted
+from tests.seeds.observing import PATIENCE
+
+from .cutting import HOUR, LEASE, Sight, Stage, attempt_ids, connections_taken
+
+MOST_SUSPENSIONS = 200
+OWNERS = (Outbox, Store, Claim, DeadLetters, Transport)
+
+Operation = Callable[[Stage], Coroutine[Any, Any, object]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Something to cut short."""
+
+    name: str  # of what is awaited
+    operation: Operation
+    warm: bool = False  # on an outbox that was used before
+    serves: bool = False  # it works on several things at its own pace
+
+    def __str__(self) -> str:
+        return f"{self.name}-{self.operation.__name__.strip('<>')}{'-warm' if self.warm else ''}"
+
+
+CASES: list[Case] = []
+
+
+def case(name: str, *, warm: bool = False, serves: bool = False) -> Callable[[Operation], Operation]:
+    def add(operation: Operation) -> Operation:
+        CASES.append(Case(name, operation, warm, serves))
+        return operation
+
+    return add
+
+
+# Emitting.
+
+
+@case("Outbox.transaction")
+async def a_transaction(stage: Stage) -> None:
+    async with stage.outbox.transaction() as session:
+        await stage.write_effect(session, "new")
+
+
+@case("Outbox.emit")
+async def emit(stage: Stage) -> None:
+    async with stage.outbox.transaction() as session:
+        await stage.write_effect(session, "new")
+        await stage.outbox.emit(session, "order.paid", "new")
+
+
+@case("Outbox.emit")
+async def emit_in_a_session_of_the_applications_own(stage: Stage) -> None:
+    async with AsyncSession(stage.engine) as session, session.begin():
+        await stage.outbox.emit(session, "order.paid", "new")
+        await stage.write_effect(session, "new")
+
+
+@case("Outbox.emit")
+async def emit_on_a_connection_and_in_a_savepoint(stage: Stage) -> None:
+    async with stage.engine.begin() as connection, connection.begin_nested():
+        await stage.outbox.emit(connection, "order.paid", "new", eta=HOUR, timer_id="new")
+
+
+@case("Outbox.emit_many")
+async def emit_many(stage: Stage) -> None:
+    async with stage.outbox.transaction() as session:
+        await stage.outbox.emit_many(session, "order.paid", ["new", "newer", "newest"])
+        await stage.write_effect(session, "new")
+
+
+@case("Outbox.cancel_timer")
+async def cancel_timer(stage: Stage) -> None:
+    async with stage.outbox.transaction() as session:
+        await stage.outbox.cancel_timer(session, "timer")
+        await stage.write_effect(session, "cancelled")
+
+
+# Serving.
+
+
+@asynccontextmanager
+async def ended_after(condition: Awaitable[None], end: Callable[[], object]) -> AsyncIterator[None]:
+    """End what goes on in this block once the condition holds."""
+
+    async def watch() -> None:
+        await condition
+        end()
+
+    watching = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        watching.cancel()
+
+
+def terminate() -> None:
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # somebody heeds it
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+@case("Outbox.message_relay", serves=True)
+async def message_relay(stage: Stage) -> None:
+    async with ended_after(stage.routed(), terminate):
+        await stage.outbox.message_relay()
+
+
+@case("Outbox.worker", serves=True)
+async def worker(stage: Stage) -> None:
+    async with ended_after(stage.handled("first", "second", "waiting"), terminate):
+        await stage.outbox.worker([stage.listener])
+
+
+@case("Outbox.running", serves=True)
+async def running(stage: Stage) -> None:
+    handled = asyncio.Event()
+    serving = stage.outbox.running(relay=True, listeners=[stage.listener])
+    async with ended_after(stage.handled("first"), handled.set), serving:
+        await handled.wait()
+
+
+@case("Outbox.run", serves=True)
+async def run(stage: Stage) -> None:
+    shutdown = Shutdown()
+    async with ended_after(stage.handled("first", "second", "waiting"), shutdown.begun.set):
+        await stage.outbox.run(shutdown, listeners=[stage.listener])
+
+
+@case("Transport.open", serves=True)
+@case("Transport.consume", serves=True, warm=True)
+async def consume(stage: Stage) -> None:
+    transport = stage.outbox.transport
+    await transport.open()
+    deliveries: Any = transport.consume(stage.listener, 10)
+    try:
+        delivery = await anext(deliveries)
+        await delivery.settle(RetryIn(HOUR, "not now"))
+    finally:
+        try:
+            await deliveries.aclose()
+        finally:
+            await transport.close()
+
+
+@case("Transport.close", serves=True)
+async def leave_a_delivery_unsettled(stage: Stage) -> None:
+    transport = stage.outbox.transport
+    deliveries: Any = transport.consume(stage.listener, 10)
+    try:
+        await anext(deliveries)
+    finally:
+        try:
+            await deliveries.aclose()
+        finally:
+            await transport.close()
+
+
+@case("Transport.publish")
+async def publish(stage: Stage) -> None:
+    await stage.outbox.transport.publish([Message(routing_key="order.paid", body=b'"new"')])
+
+
+@case("Transport.declare")
+async def declare(stage: Stage) -> None:
+    await stage.outbox.transport.declare([stage.listener])
+
+
+# Claiming.
+
+
+@case("Store.claim")
+@case("Store.claim", warm=True)
+async def claim(stage: Stage) -> None:
+    async with stage.store.claim(10, lease=LEASE, destination="q"):
+        await asyncio.sleep(0)
+
+
+@case("Store.route")
+@case("Store.route", warm=True)
+async def route(stage: Stage) -> None:
+    """What comes with a claim is given back when the claim closes, and when nobody gets it."""
+    routing = await stage.store.route(10, {}, {"q": Wanted(10, LEASE)})
+    async with routing.claims["q"] as claim:
+        assert list(attempt_ids(claim)) == ["waiting"]
+
+
+@case("Claim.settle", warm=True)
+async def settle(stage: Stage) -> None:
+    async with stage.store.claim(10, lease=LEASE, destination="q") as claim:
+        ids = attempt_ids(claim)
+        await claim.settle({ids["first"]: Done(), ids["second"]: RetryIn(HOUR, "not now")})
+
+
+@case("Store.wait", warm=True)
+async def wait(stage: Stage) -> None:
+    await stage.store.wait(0.3, destination="empty")
+
+
+@case("Store.turn")
+async def turn_after_somebody_else(stage: Stage) -> None:
+    taken, given_up = asyncio.Event(), asyncio.Event()
+
+    async def somebody_else() -> None:
+        async with stage.store.turn():
+            taken.set()
+            await given_up.wait()
+
+    other = asyncio.create_task(somebody_else())
+    try:
+        await taken.wait()
+        asyncio.get_running_loop().call_later(0.05, given_up.set)
+        async with stage.store.turn():
+            await asyncio.sleep(0)
+    finally:
+        given_up.set()
+        await asyncio.wait([other])
+
+
+# Everything else is one call.
+
+
+def calls() -> Iterator[tuple[str, Operation]]:
+    message = Message(routing_key="order.paid", body=b'"new"')
+    yield "Outbox.backlog", lambda stage: stage.outbox.backlog()
+    yield "Outbox.messages", lambda stage: stage.outbox.messages()
+    yield "Outbox.find", lambda stage: stage.outbox.find("nobody")
+    yield "Outbox.bindings", lambda stage: stage.outbox.bindings()
+    yield "Outbox.unbind", lambda stage: stage.outbox.unbind("q")
+    yield "Outbox.create_tables", lambda stage: stage.outbox.create_tables()
+    yield "Outbox.check_tables", lambda stage: stage.outbox.check_tables()
+    yield "Outbox.close", lambda stage: stage.outbox.close()
+    yield "Store.open", lambda stage: stage.store.open()
+    yield "Store.close", lambda stage: stage.store.close()
+    yield "Store.create_tables", lambda stage: stage.store.create_tables()
+    yield "Store.check_tables", lambda stage: stage.store.check_tables()
+    yield "Store.has_tables", lambda stage: stage.store.has_tables()
+    yield "Store.record_transport", lambda stage: stage.store.record_transport("other", switch=True)
+    yield "Store.recorded_transport", lambda stage: stage.store.recorded_transport()
+    yield "Store.bind", lambda stage: stage.store.bind([Binding("new", "#"), Binding("newer", "new")])
+    yield "Store.unbind", lambda stage: stage.store.unbind("q")
+    yield "Store.bindings", lambda stage: stage.store.bindings()
+    yield "Store.deliver", lambda stage: stage.store.deliver([message], {message.id: ["q", "other"]})
+    yield "Store.purge", lambda stage: stage.store.purge(HOUR, 10)
+    yield "Store.purge_inbox", lambda stage: stage.store.purge_inbox(HOUR, 10)
+    yield "Store.expire", lambda stage: stage.store.expire(10)
+    yield "Store.backlog", lambda stage: stage.store.backlog()
+    yield "Store.list_messages", lambda stage: stage.store.list_messages()
+    yield "Store.claimable", lambda stage: stage.store.claimable()
+    yield "Store.examine", lambda stage: stage.store.examine()
+    yield "Store.find", lambda stage: stage.store.find("nobody")
+    yield "DeadLetters.list", lambda stage: stage.outbox.dead_letters.list()
+
+
+COLD = (
+    "Store.open",
+    "Store.has_tables",
+    "Store.create_tables",
+    "Outbox.create_tables",
+    "Outbox.backlog",
+)
+
+for name, operation in calls():
+    case(name, warm=name not in COLD)(operation)
+
+
+@case("DeadLetters.show")
+async def show(stage: Stage) -> None:
+    await stage.store.dead_letters.show(await stage.letter())
+
+
+@case("DeadLetters.replay")
+async def replay(stage: Stage) -> None:
+    await stage.store.dead_letters.replay([await stage.letter()])
+
+
+@case("DeadLetters.discard")
+async def discard(stage: Stage) -> None:
+    await stage.store.dead_letters.discard([await stage.letter()])
+
+
+# What must hold.
+
+
+@pytest.fixture
+async def stage(database_url: str, table_name: str) -> AsyncIterator[Stage]:
+    stage = Stage(database_url, table_name)
+    await stage.set()
+    yield stage
+    await stage.close()
+
+
+def test_nothing_that_is_awaited_is_left_out() -> None:
+    awaited = {
+        f"{owner.__name__}.{name}"
+        for owner in OWNERS
+        for name, value in inspect.getmembers(owner, inspect.isfunction)
+        if not name.startswith("_") and _is_awaited(value)
+    }
+    assert {case.name for case in CASES} == awaited
+
+
+def _is_awaited(function: Callable[..., Any]) -> bool:
+    returns = str(inspect.signature(function).return_annotation)
+    return inspect.iscoroutinefunction(function) or returns.startswith(("AbstractAsyncContextManager", "AsyncIterator"))
+
+
+# What an outbox only passes on to its store is cut on one database.
+PASSED_ON = tuple(
+    f"Outbox.{name}" for name in ("backlog", "messages", "find", "bindings", "unbind", "create_tables", "check_tables")
+)
+# The statements are the same with both drivers; how they connect, wait and are cut differs.
+WITH_PSYCOPG = (emit, emit_many, route, settle, running)
+
+
+def _is_cut_on(database: str, case: Case) -> bool:
+    match database:
+        case "sqlite":
+            return True
+        case "postgresql+psycopg":
+            return case.operation in WITH_PSYCOPG
+        case _:
+            return case.name not in PASSED_ON
+
+
+SWEEPS = [
+    pytest.param(database, case, id=f"{database}-{case}")
+    for database in DATABASES
+    for case in CASES
+    if _is_cut_on(database, case)
+]
+
+
+@pytest.mark.usefixtures("adapters_found_once")
+@pytest.mark.parametrize(("database_url", "case"), SWEEPS, indirect=["database_url"])
+async def test_it_can_be_cancelled_wherever_it_waits(stage: Stage, case: Case) -> None:
+    await _sweep(stage, case)
+
+
+async def _sweep(stage: Stage, case: Case) -> None:
+    before = await stage.look()
+    uncut, after = await _cut(stage, case, MOST_SUSPENSIONS)
+    assert not uncut.happened, f"{case} waits {MOST_SUSPENSIONS} times"
+    seen = after
+    for at in range(1, MOST_SUSPENSIONS):
+        if seen != before:
+            await stage.set()
+        interruption, seen = await _cut(stage, case, at, lambda sight: _is_whole(case, before, after, sight))
+        if not interruption.happened:
+            return
+
+
+async def _cut(
+    stage: Stage, case: Case, at: int, is_whole: Callable[[Sight], bool] = lambda _: True
+) -> tuple[Interrupted, Sight]:
+    """What was cut, and what it left."""
+    stage.renew_outbox()
+    if case.warm:
+        await stage.outbox.backlog()
+    tasks = asyncio.all_tasks()
+    with connections_taken() as taken:
+        async with asyncio.timeout(60):
+            interruption = await interrupted(case.operation(stage), at)
+        seen = await _eventually_whole(stage, is_whole, f"{case} cut at suspension {at}")
+        await stage.works()
+        await stage.outbox.close()
+        await stage.nothing_is_left_open(tasks, taken)
+    return interruption, seen
+
+
+async def _eventually_whole(stage: Stage, is_whole: Callable[[Sight], bool], what: str) -> Sight:
+    """What was cut may end in the background; the last sight is the one to explain."""
+    seen = await stage.look()
+    try:
+        async with asyncio.timeout(PATIENCE):
+            while not is_whole(seen):
+                await asyncio.sleep(0.02)
+                seen = await stage.look()
+    except TimeoutError:
+        raise AssertionError(f"{what} left {seen}") from None
+    return seen
+
+
+def _is_whole(case: Case, before: Sight, after: Sight, sight: Sight) -> bool:
+    """As it was or as it should be, or something on the way for what does many things one after another."""
+    if not case.serves:
+        return sight in (before, after)
+    return _is_on_the_way(before, after, sight)
+
+
+def _is_on_the_way(before: Sight, after: Sight, sight: Sight) -> bool:
+    """Each message in one place and in nobody's hands, and handled if and only if its listener's work is there."""
+    at_work = ("first", "second", "waiting")
+    waiting = [sight.places.get(name, ()) for name in at_work]
+    are_free = all(len(found) == 1 and found[0][3:] == (0, False) for found in waiting)
+    handled = {name for name, found in zip(at_work, waiting, strict=True) if found and found[0][0] == "sent"}
+    others = {*before.places, *after.places, *sight.places} - {*at_work}
+    return (
+        are_free
+        and dict(sight.effects) == dict.fromkeys(handled, 1)
+        and all(sight.places.get(name) in (before.places.get(name), after.places.get(name)) for name in others)
+        and sight.bindings in (before.bindings, after.bindings)
+    )
