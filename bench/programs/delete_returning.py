@@ -17,8 +17,8 @@ async def main() -> None:
     table = os.environ["OUTBOX_TABLE_NAME"]
     connection = await asyncpg.connect(os.environ["BENCH_URL"])
     statement = (
-        f"DELETE FROM {table} WHERE id IN "
-        f"(SELECT id FROM {table} ORDER BY id LIMIT {BATCH} FOR UPDATE SKIP LOCKED) RETURNING *"
+        f"DELETE FROM {table} WHERE id = ANY(ARRAY"
+        f"(SELECT id FROM {table} ORDER BY id LIMIT {BATCH} FOR UPDATE SKIP LOCKED)) RETURNING *"
     )
     tell = Telling()
     while True:

@@ -178,6 +178,7 @@ class DatabaseDeliveries:
         self._observe = observe
         self._ready: deque[DatabaseDelivery] = deque()
         self._unsettled = 0
+        self._coming = 0  # claimed, and ready in a moment
         self._reserved = 0
         self._found_nothing = False  # nothing waits in the queue itself
         self._changed = changed
@@ -203,6 +204,7 @@ class DatabaseDeliveries:
         delivery = self._ready.popleft()
         if len(self._ready) <= self._appetite.size // 2:
             self._room.set()
+            self._changed()
         return delivery
 
     async def aclose(self) -> None:
@@ -228,9 +230,8 @@ class DatabaseDeliveries:
 
     def take(self, claim: Leased, room: int) -> None:
         """Hold what the router leased."""
-        count = len(claim.attempts)
-        self._appetite.had(count, room)
-        self._unsettled += count
+        self._appetite.had(len(claim.attempts), room)
+        self._expect(claim)
         self._held.start(self._hold_leased(claim), name=f"outbox lease on {self.queue}")
 
     async def _fill(self) -> None:
@@ -250,11 +251,15 @@ class DatabaseDeliveries:
         finally:
             self._arrived.set()
 
+    def _expect(self, claim: Claim) -> None:
+        self._unsettled += len(claim.attempts)
+        self._coming += len(claim.attempts)
+
     def _wants(self) -> int:
         """How much to claim: nothing before less than half a claim is ready and there is room for another half."""
         size = self._appetite.size
         room = min(size, self._prefetch - self._unsettled - self._reserved)
-        return 0 if len(self._ready) > size // 2 or room < max(1, size // 2) else room
+        return 0 if len(self._ready) + self._coming > size // 2 or room < max(1, size // 2) else room
 
     async def _claim(self, room: int) -> bool:
         """Take a claim, held by a task of its own until all of it is settled; says whether there may be more."""
@@ -274,7 +279,7 @@ class DatabaseDeliveries:
                 suspect = any(attempt.crash_count for attempt in claim.attempts)
                 if self._closed or (suspect and not self._held.wants_suspect(self.queue)):
                     return  # leaving gives everything back
-                self._unsettled += len(claim.attempts)
+                self._expect(claim)
                 taken.set_result(len(claim.attempts))
                 await self._serve(claim, suspect=suspect)
         except Exception as error:
@@ -293,6 +298,7 @@ class DatabaseDeliveries:
     async def _serve(self, claim: Claim, *, suspect: bool) -> None:
         """Have the claim's deliveries ready until all are settled."""
         with self._held.batch(_Batch(claim, self._settled, self._cannot_write), suspect=suspect) as batch:
+            self._coming -= len(claim.attempts)
             self._ready.extend(DatabaseDelivery(attempt, batch) for attempt in claim.attempts)
             self._arrived.set()
             await batch.write()
