@@ -43,13 +43,16 @@ class Contender:
             await connection.execute(f"TRUNCATE {self.table}")
 
 
+PREPARED = "?prepared_statement_cache_size=100"  # no pooler stands between, so statements may stay prepared
+
+
 def ours(database: Database, table: str = "outbox_table") -> Contender:
     return Contender(
         "outbox",
         (sys.executable, "-m", "outbox", "worker", "bench.programs.ours:listeners", "--log-level", LOG_LEVEL),
         (sys.executable, "-m", "bench.programs.ours"),
         table,
-        {"OUTBOX_DB_ENGINE_URL": database.url_for("asyncpg"), "OUTBOX_TABLE_NAME": table},
+        {"OUTBOX_DB_ENGINE_URL": database.url_for("asyncpg") + PREPARED, "OUTBOX_TABLE_NAME": table},
     )
 
 

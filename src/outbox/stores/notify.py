@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("outbox")
 
-MOMENT, LONGEST_MOMENT = 0.004, 0.02  # seconds between two notifications of one process, few commits or many
+MOMENT, LONGEST_MOMENT = 0.001, 0.02  # seconds between two notifications of one process, few commits or many
 CROWD = 2  # more commits than this in a moment make the next one longer
 LULL = 0.1  # seconds between two questions while nobody sleeps
 NAP = 5.0  # seconds for which a sleeper says that it sleeps, at least
