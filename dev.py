@@ -315,11 +315,11 @@ def wheels_of_debian(folder: Path) -> list[Path]:
 
 
 def package_index() -> str:
-    """The index that pip would ask, read without pip."""
+    """The index that pip was told to ask, read without pip; empty if it was told of none."""
     settings = configparser.ConfigParser(interpolation=None, strict=False)
     home = Path.home()
     settings.read(["/etc/pip.conf", home / ".pip/pip.conf", home / ".config/pip/pip.conf"])
-    configured = settings.get("global", "index-url", fallback="https://pypi.org/simple")
+    configured = settings.get("global", "index-url", fallback="")
     return os.environ.get("PIP_INDEX_URL") or configured
 
 
