@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("outbox")
 
 MOMENT, LONGEST_MOMENT = 0.001, 0.02  # seconds between two notifications of one process, few commits or many
-CROWD = 2  # more commits than this in a moment make the next one longer
+CROWD = 1  # more commits than this in a moment make the next one longer
 LULL = 0.1  # seconds between two questions while nobody sleeps
 NAP = 5.0  # seconds for which a sleeper says that it sleeps, at least
 SLEEPERS = 2  # the id of the state table's row in which they say so
@@ -124,7 +124,7 @@ class Notifier:
             before = self._announced
             await asyncio.sleep(self._moment if woken else LULL)
             crowded = self._announced - before > CROWD
-            self._moment = min(2 * self._moment, LONGEST_MOMENT) if crowded else MOMENT
+            self._moment = min(2 * self._moment, LONGEST_MOMENT) if crowded else max(self._moment / 2, MOMENT)
 
     def _send(self, connection: Connection, destinations: list[str]) -> bool:
         """Notify whoever sleeps; says whether somebody does."""
