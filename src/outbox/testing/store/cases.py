@@ -61,6 +61,19 @@ async def soon(look: Callable[[], Any]) -> Any:
     return found
 
 
+async def renewed(store: Store) -> None:
+    """Wait until the lease on the only message of a store ends later than it did."""
+    [before] = await store.list_messages()
+
+    async def later() -> bool:
+        [now] = await store.list_messages()
+        assert before.leased_until is not None
+        assert now.leased_until is not None
+        return now.leased_until > before.leased_until
+
+    await soon(later)
+
+
 async def settled(store: Store, outcome: Outcome, destination: str | None = "q") -> Attempt:
     """Claim one message and settle it."""
     async with store.claim(1, lease=LEASE, destination=destination) as claim:

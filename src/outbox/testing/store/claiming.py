@@ -22,8 +22,8 @@ from outbox.testing.store.cases import (
     emit,
     message,
     queued,
+    renewed,
     settled,
-    soon,
     write,
 )
 
@@ -133,15 +133,7 @@ class ClaimingCases(StoreCases):
     async def test_a_lease_is_renewed_while_its_holder_lives(self, engine: AsyncEngine, store: Store) -> None:
         await queued(engine, store, message())
         async with store.claim(1, lease=timedelta(seconds=10), destination="q") as claim:
-            [before] = await store.list_messages()
-
-            async def renewed() -> bool:
-                [now] = await store.list_messages()
-                assert before.leased_until is not None
-                assert now.leased_until is not None
-                return now.leased_until > before.leased_until
-
-            await soon(renewed)
+            await renewed(store)
             assert await claimed(store) == []
             assert await claim.settle({claim.attempts[0].id: Done()}) == frozenset()
 

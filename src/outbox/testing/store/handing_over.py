@@ -11,7 +11,7 @@ from outbox.core.attempt import Dead, Done, Reason, RetryIn
 from outbox.core.binding import Binding
 from outbox.core.message import Schedule
 from outbox.core.store import Store, Wanted
-from outbox.testing.store.cases import LEASE, SHORT, StoreCases, claimed, emit, message, soon
+from outbox.testing.store.cases import LEASE, SHORT, StoreCases, claimed, emit, message, renewed, soon
 
 
 class HandingOverCases(StoreCases):
@@ -100,16 +100,8 @@ class HandingOverCases(StoreCases):
         await store.bind([Binding("q", "#")])
         await emit(engine, store, message())
         routing = await store.route(100, {}, {"q": Wanted(10, timedelta(seconds=10))})
-        [before] = await store.list_messages()
         async with routing.claims["q"] as claim:
-
-            async def renewed() -> bool:
-                [now] = await store.list_messages()
-                assert before.leased_until is not None
-                assert now.leased_until is not None
-                return now.leased_until > before.leased_until
-
-            await soon(renewed)
+            await renewed(store)
             assert await claim.settle({claim.attempts[0].id: Done()}) == frozenset()
 
     async def test_an_expired_message_is_not_handed_over_but_buried(self, engine: AsyncEngine, store: Store) -> None:
