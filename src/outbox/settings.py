@@ -106,7 +106,7 @@ class Settings:
         500, "Messages that a relay claims at once. Lower it if your bodies are large.", parse=_whole
     )
     prefetch_count: int = _option(
-        1000,
+        2000,
         "Most messages of one queue in a worker's hands. It takes that many only while it handles them quickly.",
         parse=_whole,
     )

@@ -29,7 +29,7 @@ from outbox import (
     tracking,
 )
 from outbox.core.events import Emitted
-from outbox.outbound.prepared import prepare
+from outbox.core.prepared import prepare
 from tests.conftest import MakeOutbox
 from tests.seeds.observing import Recorder, arrival
 

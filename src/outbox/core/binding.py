@@ -34,6 +34,11 @@ class Bindings:
         self._bindings = tuple(bindings)
         self._cache: dict[str, tuple[str, ...]] = {}
 
+    @property
+    def known(self) -> Mapping[str, tuple[str, ...]]:
+        """What was asked before, and the answers."""
+        return self._cache
+
     def queues(self, routing_key: str) -> tuple[str, ...]:
         """The queues that get this message, each once, in the order of their names."""
         queues = self._cache.get(routing_key)

@@ -16,8 +16,8 @@ from sqlalchemy.util import await_only
 
 from outbox.core.errors import TransactionError
 from outbox.core.message import Message, Schedule
+from outbox.core.prepared import Parameters, dialect_for, prepare
 from outbox.core.store import Rows, Store
-from outbox.outbound.prepared import Parameters, dialect_for, prepare
 
 
 class DriverTransaction(ABC):

@@ -68,6 +68,7 @@ async def unless(stop: asyncio.Event, sleep: Awaitable[None]) -> None:
         if sleeping.done():
             sleeping.result()
     finally:
-        for task in (sleeping, stopping):
-            task.cancel()
-        await asyncio.gather(sleeping, stopping, return_exceptions=True)
+        stopping.cancel()
+        if not sleeping.done():
+            sleeping.cancel()
+            await asyncio.gather(sleeping, return_exceptions=True)

@@ -18,7 +18,6 @@ from sqlalchemy import (
     Executable,
     Float,
     Integer,
-    Row,
     Select,
     String,
     Text,
@@ -145,12 +144,14 @@ class SettleStatements:
 class SqlClaim:
     """A claim on one destination's due messages, as an asynchronous context manager."""
 
-    def __init__(self, store: SqlStore, lease: timedelta, wanted: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, store: SqlStore, lease: timedelta, wanted: Mapping[str, Any] | None = None, token: UUID | None = None
+    ) -> None:
         self._store = store
         self._statements = store.settling
         self._wanted = wanted  # none: it is given what it holds by whoever routes
         self._lease = lease
-        self._token = store.new_token()
+        self._token = token or store.new_token()
         self._held: set[int] = set()
         self._writing = asyncio.Lock()  # a renewal and a settlement in two transactions could wait for each other
         self._renewal: asyncio.Task[None] | None = None
@@ -194,17 +195,16 @@ class SqlClaim:
         """What a leasing statement binds."""
         return {"token": self._token, "lease": as_seconds(self._lease)}
 
-    def hold(self, connection: Connection, rows: Sequence[Row[Any]]) -> None:
-        """Hold what a leasing statement returned; what nobody can attempt is buried at once."""
+    def hold(self, rows: Sequence[Sequence[Any]]) -> dict[int, Dead]:
+        """Hold what a leasing statement returned; what nobody can attempt is to be buried."""
         attempts, dead = as_attempts(rows)
-        if dead:
-            self._bury(connection, dead)
         self.attempts += attempts
         self._held.update(attempt.id for attempt in attempts)
+        return dead
 
     def _take(self, connection: Connection) -> None:
         assert self._wanted is not None  # noqa: S101 - or nobody would have asked
-        self.hold(connection, self._store.take(connection, self._wanted, self.terms))
+        self.bury(connection, self.hold(self._store.take(connection, self._wanted, self.terms)))
 
     def _settle(self, connection: Connection, outcomes: Mapping[int, Outcome]) -> set[int]:
         done: list[int] = []
@@ -229,13 +229,15 @@ class SqlClaim:
             written |= self._ids(connection, self._statements.done, {"ids": self._store.listed(done)})
         if retries:
             written |= self._ids(connection, self._statements.retry, {"rows": self._store.json(retries)})
-        if dead:
-            written |= self._bury(connection, dead)
+        written |= self.bury(connection, dead)
         if released:
             written |= self._ids(connection, self._statements.release, {"ids": self._store.listed(released)})
         return written
 
-    def _bury(self, connection: Connection, dead: Mapping[int, Dead]) -> set[int]:
+    def bury(self, connection: Connection, dead: Mapping[int, Dead]) -> set[int]:
+        """Make dead letters of messages that it holds."""
+        if not dead:
+            return set()
         rows = [
             {
                 "id": id,

@@ -9,10 +9,11 @@ transaction took long to commit, or whose lease ran out.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from operator import itemgetter
 from typing import Any
 
 BEGINNING = datetime(1970, 1, 1, tzinfo=UTC)
@@ -23,13 +24,15 @@ RESPITE = 20  # looks from the beginning take at most one part in so many of the
 SHORTEST_RESPITE = 1.0  # seconds
 OVERTAKEN = timedelta(seconds=0.25)  # how much longer than others a transaction may take and still be met on the way
 
+_due_at = itemgetter(0)
+
 
 @dataclass(slots=True)
 class Look:
     """One look for due messages."""
 
     since: datetime
-    found: Sequence[Any] = ()
+    found: Sequence[Any] = ()  # rows that begin with when they were due
     ended: bool = True  # there was nothing more to find
 
 
@@ -40,16 +43,17 @@ class Head:
         self._reached = BEGINNING
         self._from_beginning_at = 0.0
         self._ask_again_at = 0.0
+        self.in_doubt = False  # whether the dead should be counted
 
     @contextmanager
-    def looking(self, count_dead: Callable[[], int]) -> Iterator[Look]:
+    def looking(self) -> Iterator[Look]:
         """Look from where the living begin, or from the beginning if that is cheap or its time has come."""
         known = time.monotonic() < self._from_beginning_at and self._reached > BEGINNING
         look = Look(self._reached - OVERTAKEN if known else BEGINNING)
         began = time.perf_counter()
         yield look
         took = time.perf_counter() - began
-        last = max((row.due_at for row in look.found), default=self._reached)
+        last = max(map(_due_at, look.found), default=self._reached)
         if known:
             self._reached = max(self._reached, last)
             return
@@ -57,5 +61,10 @@ class Head:
         if took > SLOW and time.monotonic() > self._ask_again_at:
             respite = max(SHORTEST_RESPITE, RESPITE * took)
             self._ask_again_at = time.monotonic() + respite
-            if count_dead() > MANY:
-                self._from_beginning_at = self._ask_again_at
+            self.in_doubt = True
+
+    def counted(self, dead: int) -> None:
+        """So many dead rows lie in the table."""
+        self.in_doubt = False
+        if dead > MANY:
+            self._from_beginning_at = self._ask_again_at

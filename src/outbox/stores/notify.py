@@ -13,14 +13,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import Connection, String, func, literal, select, text, update
+from sqlalchemy import Connection, Executable, Select, String, func, literal, select, text, update
 
 from outbox.core.pace import Pace
+from outbox.stores.line import DRIVER, Line
 from outbox.stores.tables import NOT_ROUTED
 
 if TYPE_CHECKING:
@@ -31,7 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("outbox")
 
 MOMENT, LONGEST_MOMENT = 0.001, 0.02  # seconds between two notifications of one process, few commits or many
-CROWD = 1  # more commits than this in a moment make the next one longer
+CROWD = 500  # commits a second that make the next moment longer
 LULL = 0.1  # seconds between two questions while nobody sleeps
 NAP = 5.0  # seconds for which a sleeper says that it sleeps, at least
 SLEEPERS = 2  # the id of the state table's row in which they say so
@@ -56,6 +59,8 @@ class Notifier:
         self._moment = MOMENT
         self._announced = 0
         self._deaf = False  # whether a pooler stands between here and the server
+        self._line: Line | None = None  # straight to the server, if there is such a way
+        self._kept: AsyncConnection | None = None  # what it runs over, where nobody listens
 
     def notify(self, destinations: Iterable[str | None]) -> None:
         """Wake other processes soon. Where no event loop runs nobody is told, and the sleepers' polls find it."""
@@ -82,6 +87,13 @@ class Notifier:
             with suppress(Exception):  # a wake-up is a hint, and drivers throw what they like
                 await self._store.apply(lambda connection: self._say_asleep(connection, nap))
 
+    async def ask(self, statement: Executable, parameters: Mapping[str, Any]) -> Sequence[Sequence[Any]]:
+        """The rows of a statement that stands alone, by the shortest way there is."""
+        line = self._line
+        if line is not None and line.is_free:
+            return await line.ask(statement, parameters)
+        return await self._store.apply(lambda connection: connection.execute(statement, parameters).all())
+
     async def close(self) -> None:
         """End both tasks; what is pending is told first."""
         if self._loop is not asyncio.get_running_loop():
@@ -93,12 +105,14 @@ class Notifier:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=2 * LAST_WORDS)
-        self._loop = self._notifying = self._listening = None
+        await asyncio.wait([asyncio.ensure_future(self._let_go())], timeout=LAST_WORDS)
+        self._loop = self._notifying = self._listening = self._line = None
 
     def _belongs_to(self, loop: asyncio.AbstractEventLoop) -> bool:
         """Whether this loop does the work; it does from now on if there is none that could."""
         if self._loop is None or self._loop.is_closed():
             self._loop, self._notifying, self._listening = loop, None, None
+            self._line, self._kept = None, None
             self._asleep_until = 0.0
             self._warm = False
         return self._loop is loop
@@ -115,25 +129,44 @@ class Notifier:
             await asyncio.sleep(LONGEST_MOMENT)
         while self._pending:
             destinations, self._pending = sorted(self._pending), set()
+            began, before = time.monotonic(), self._announced
             woken = False
             try:
-                woken = await self._store.apply(lambda connection: self._send(connection, destinations))  # noqa: B023
+                woken = await self._send(destinations)
                 self._warm = True
             except Exception as error:  # noqa: BLE001 - a wake-up is a hint
                 logger.debug("nobody was woken: %s", type(error).__name__)
-            before = self._announced
             await asyncio.sleep(self._moment if woken else LULL)
-            crowded = self._announced - before > CROWD
+            crowded = self._announced - before > CROWD * (time.monotonic() - began)
             self._moment = min(2 * self._moment, LONGEST_MOMENT) if crowded else max(self._moment / 2, MOMENT)
 
-    def _send(self, connection: Connection, destinations: list[str]) -> bool:
+    async def _send(self, destinations: list[str]) -> bool:
         """Notify whoever sleeps; says whether somebody does."""
+        if self._line is None or self._line.is_closed:
+            await self._open_line()
+        rows = self._store.json([{"name": name} for name in destinations])
+        return bool(await self.ask(self._statement, {"destinations": rows}))
+
+    async def _open_line(self) -> None:
+        """A process that only writes has a line for its notifications; where one listens, that is the line."""
+        if self._store.driver != DRIVER or self._deaf:
+            return
+        await self._let_go()
+        self._kept = await self._connected()
+        if not await self._behind_a_pooler(self._kept):
+            self._line = Line(await _raw(self._kept))
+
+    async def _let_go(self) -> None:
+        if self._kept is not None:
+            kept, self._kept = self._kept, None
+            await _closed(kept)
+
+    @cached_property
+    def _statement(self) -> Select[Any]:
         state = self._store.tables.state
         names = self._store.records("destinations", {"name": String}).alias("names")
         asleep = select(state.c.id).where(state.c.asleep_until > func.now()).exists()
-        statement = select(func.pg_notify(self._channel, names.c.name)).select_from(names).where(asleep)
-        rows = self._store.json([{"name": name} for name in destinations])
-        return bool(connection.execute(statement, {"destinations": rows}).all())
+        return select(func.pg_notify(self._channel, names.c.name)).select_from(names).where(asleep)
 
     def _say_asleep(self, connection: Connection, nap: float) -> None:
         state = self._store.tables.state
@@ -145,12 +178,17 @@ class Notifier:
 
     async def _listen(self) -> None:
         again = Pace(LONGEST_DEAFNESS, 1.0)
+        told = False
         while True:
             try:
                 connection = await self._connected()
                 try:
                     if not await self._behind_a_pooler(connection):
+                        told = False
                         await self._hear(connection, again)
+                    elif not told:
+                        told = True
+                        logger.info("wake-ups do not come through the pooler in front of the database: polling instead")
                 finally:
                     await _closed(connection)
             except Exception as error:  # noqa: BLE001 - whatever it is, polling goes on
@@ -182,31 +220,35 @@ class Notifier:
 
         Asking leaves no trace, whereas a LISTEN to try it out would stay on a connection that others use.
         """
-        raw: Any = (await connection.get_raw_connection()).driver_connection
+        raw = await _raw(connection)
         greeted = raw.get_server_pid() if hasattr(raw, "get_server_pid") else raw.info.backend_pid
-        pooled: bool = greeted != await connection.scalar(select(func.pg_backend_pid()))
-        if pooled and not self._deaf:
-            logger.info("wake-ups do not come through the pooler in front of the database: polling instead")
-        self._deaf = pooled
-        return pooled
+        self._deaf = greeted != await connection.scalar(select(func.pg_backend_pid()))
+        return self._deaf
 
     async def _hear(self, connection: AsyncConnection, again: Pace) -> None:
         """Ring the store's bells until the connection ends. asyncpg calls back, psycopg is asked."""
-        raw: Any = (await connection.get_raw_connection()).driver_connection
-        if hasattr(raw, "add_listener"):
+        raw = await _raw(connection)
+        if self._store.driver == DRIVER:
             ended = asyncio.Event()
             raw.add_termination_listener(lambda *_: ended.set())
             await raw.add_listener(self._channel, lambda *heard: self._store.heard(heard[3]))
+            self._line = line = Line(raw)
+            await self._let_go()
             again.reset()
             self._store.heard_everything()
             while not await _within(CHECK, ended):
-                await connection.execute(text("SELECT 1"))
+                await line.check()
         else:
             await connection.execute(text(f'LISTEN "{self._channel}"'))
             again.reset()
             self._store.heard_everything()
             async for notification in raw.notifies():
                 self._store.heard(notification.payload)
+
+
+async def _raw(connection: AsyncConnection) -> Any:
+    """The driver's own connection."""
+    return (await connection.get_raw_connection()).driver_connection
 
 
 async def _closed(connection: AsyncConnection) -> None:

@@ -20,6 +20,7 @@ from sqlalchemy import (
     Float,
     FromClause,
     Insert,
+    Integer,
     Row,
     Select,
     Table,
@@ -38,7 +39,7 @@ from sqlalchemy import (
     table,
     text,
 )
-from sqlalchemy.dialects.postgresql import JSON, REGCLASS
+from sqlalchemy.dialects.postgresql import JSON, JSONB, REGCLASS
 from sqlalchemy.dialects.postgresql import insert as postgresql_insert
 from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.pool import Pool
@@ -50,11 +51,12 @@ from outbox.core.errors import ConfigurationError, TransactionError
 from outbox.core.store import Difference, Rows
 from outbox.stores import postgresql_examination
 from outbox.stores.claims import BURIAL
+from outbox.stores.finish import finish
 from outbox.stores.heads import Head
 from outbox.stores.notify import Notifier
 from outbox.stores.pooling import explained, unprepared
 from outbox.stores.postgresql_check import PostgresqlCheck
-from outbox.stores.sql import SqlStore
+from outbox.stores.sql import WORK_WITHIN, SqlStore
 from outbox.stores.tables import MESSAGE_COLUMNS, Tables
 
 Result = TypeVar("Result")
@@ -107,19 +109,20 @@ class PostgresqlStore(SqlStore):
         return AsyncEngine(spare(self._given.sync_engine))
 
     async def _transact(self, work: Callable[[Connection], Result]) -> Result:
-        with explained(self._driver):
+        with explained(self.driver):
             async with (await self._own()).transactions.begin() as connection:
                 return await connection.run_sync(work)
 
     async def _apply(self, work: Callable[[Connection], Result]) -> Result:
-        with explained(self._driver):
+        with explained(self.driver):
             async with (await self._own()).statements.connect() as connection:
                 return await connection.run_sync(work)
 
     _look = _apply
 
     @property
-    def _driver(self) -> str:
+    def driver(self) -> str:
+        """The name of the driver that connections of our own use."""
         return "" if self._given is None else self._given.dialect.driver
 
     async def close(self) -> None:
@@ -266,10 +269,13 @@ class PostgresqlStore(SqlStore):
     # Claiming in one round trip.
 
     def search(self, connection: Connection, statement: Any, parameters: Mapping[str, Any]) -> list[Row[Any]]:
-        with self._heads[parameters["wanted"]].looking(lambda: self._dead_rows(connection)) as look:
-            look.found = list(connection.execute(statement, {**parameters, "since": look.since}).all())
-            look.ended = len(look.found) < parameters["limit"]
-        return look.found
+        head = self._heads[parameters["wanted"]]
+        with head.looking() as look:
+            rows = list(connection.execute(statement, {**parameters, "since": look.since}).all())
+            look.found, look.ended = rows, len(rows) < parameters["limit"]
+        if head.in_doubt:
+            head.counted(self._dead_rows(connection))
+        return rows
 
     def _dead_rows(self, connection: Connection) -> int:
         quoted = connection.dialect.identifier_preparer.format_table(self.messages)
@@ -288,6 +294,42 @@ class PostgresqlStore(SqlStore):
         chosen = select(found.c.id).where(case((first_is_suspect, found.c.id == first_id), else_=not_(found.c.suspect)))
         ids = func.array(chosen.scalar_subquery(), type_=ARRAY(BigInteger))
         return self.leasing(self.messages.c.id == any_(ids))
+
+    # Routing in one round trip.
+
+    async def route_straight(
+        self, parameters: Mapping[str, Any], hold: Callable[[Sequence[Sequence[Any]]], None]
+    ) -> None:
+        head = self._heads[parameters["wanted"]]
+
+        async def work() -> None:
+            with head.looking() as look:
+                rows = await self._notifier.ask(self._route_straight_statement, {**parameters, "since": look.since})
+                hold(rows)
+                if rows and rows[0][-1] == len(rows):  # otherwise the head stays where somebody still waits
+                    look.found, look.ended = rows, len(rows) < parameters["limit"]
+            if head.in_doubt:
+                head.counted(await self._apply(self._dead_rows))
+
+        await self.open()
+        await finish(work(), WORK_WITHIN)
+
+    @cached_property
+    def _route_straight_statement(self) -> Any:
+        messages, found = self.messages, self.due.cte("found")
+        queues, rooms = (cast(bindparam(name, type_=Text), JSONB) for name in ("queues", "rooms"))
+        queue = queues.op("->>")(found.c.routing_key)
+        position = func.row_number().over(partition_by=queue, order_by=(found.c.due_at, found.c.id))
+        ranked = select(found.c.id, queue.label("queue"), position.label("position")).subquery("ranked")
+        # Nothing is chosen when the bindings are not those that the queues were told by.
+        chosen = select(ranked.c.id).where(
+            ranked.c.position <= cast(rooms.op("->>")(ranked.c.queue), Integer),
+            self.routing.version == bindparam("version", type_=Integer),
+        )
+        ids = func.array(chosen.scalar_subquery(), type_=ARRAY(BigInteger))
+        moved = self.routing.moved(queues.op("->>")(messages.c.routing_key))
+        leased = self.leasing(messages.c.id == any_(ids), **moved, starts=1)
+        return leased.returning(messages.c.destination, select(func.count()).select_from(found).scalar_subquery())
 
 
 class _Engines:

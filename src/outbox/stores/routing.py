@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import json
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -13,6 +13,7 @@ from sqlalchemy import (
     Connection,
     DateTime,
     Executable,
+    ScalarSelect,
     Select,
     String,
     Text,
@@ -26,17 +27,56 @@ from sqlalchemy import (
     update,
 )
 
+from outbox.core.attempt import Dead
 from outbox.core.binding import Binding, Bindings, first_match
 from outbox.core.message import Message
 from outbox.core.store import DISCARD, Routing, Wanted
 from outbox.stores.claims import SqlClaim
-from outbox.stores.rows import history_line, message_row
+from outbox.stores.rows import as_seconds, history_line, message_row
 from outbox.stores.tables import MESSAGE_COLUMNS, NOT_ROUTED
 
 if TYPE_CHECKING:
     from outbox.stores.sql import SqlStore
 
+MOST_KNOWN = 200  # routing keys that a statement is told the queues of; keys may hold ids, and have no end
 LONGEST_PAUSE = 300  # seconds between two looks at a message that no binding matches
+
+
+class _Round:
+    """One batch on its way to its queues, and what has become of it so far."""
+
+    def __init__(self, store: SqlStore, wanted: Mapping[str, Wanted]) -> None:
+        self.token = store.new_token()
+        self.claims = {queue: SqlClaim(store, each.lease, token=self.token) for queue, each in wanted.items()}
+        self.room = {queue: each.limit for queue, each in wanted.items()}
+        self.all_routed = False
+        self.taken = 0
+        self.routed: Counter[str] = Counter()
+        self.unroutable: dict[str, int] = {}
+        self.discarded = 0
+        self.dead: dict[str, dict[int, Dead]] = {}
+
+    def hold(self, rows: Sequence[Sequence[Any]]) -> None:
+        """What was routed straight: rows that end with their queue and how many messages were due."""
+        for queue, leased in self._by_queue(rows).items():
+            self.routed[queue] += len(leased)
+            self.room[queue] -= len(leased)
+            if dead := self.claims[queue].hold(leased):
+                self.dead[queue] = dead
+        self.taken += len(rows)
+        self.all_routed = bool(rows) and rows[0][-1] == len(rows)
+
+    def _by_queue(self, rows: Sequence[Sequence[Any]]) -> Mapping[str, Sequence[Sequence[Any]]]:
+        if len(self.claims) == 1:
+            return {rows[0][-2]: rows} if rows else {}
+        by_queue: defaultdict[str, list[Sequence[Any]]] = defaultdict(list)
+        for row in rows:
+            by_queue[row[-2]].append(row)
+        return by_queue
+
+    def result(self) -> Routing:
+        leased = {queue: claim for queue, claim in self.claims.items() if claim.attempts}
+        return Routing(self.taken, self.routed, self.unroutable, self.discarded, leased)
 
 
 class SqlRouting:
@@ -80,26 +120,44 @@ class SqlRouting:
         due = {"wanted": NOT_ROUTED, "limit": limit, "suspects": True}
         if not await self._store.anything_due(due):
             return Routing()
-        claims = {queue: SqlClaim(self._store, each.lease) for queue, each in wanted.items()}
-        room = {queue: each.limit for queue, each in wanted.items()}
+        round = _Round(self._store, wanted)
         try:
-            return await self._store.transact(lambda connection: self._route(connection, due, unroutable, claims, room))
-        except asyncio.CancelledError:
-            for claim in claims.values():
+            if (known := self._known(wanted)) is not None:
+                await self._route_straight(due | known, round)
+            if not round.all_routed:
+                await self._store.transact(lambda connection: self._route(connection, due, unroutable, round))
+        except BaseException:
+            for claim in round.claims.values():
                 await claim.give_back()
             raise
+        return round.result()
+
+    def _known(self, wanted: Mapping[str, Wanted]) -> dict[str, Any] | None:
+        """What a statement must know to route by itself: the queue of each routing key that goes to one alone."""
+        if self._known_bindings is None or not wanted:
+            return None
+        version, bindings = self._known_bindings
+        if len(bindings.known) > MOST_KNOWN:
+            return None
+        lease = next(iter(wanted.values())).lease
+        rooms = {queue: each.limit for queue, each in wanted.items() if each.lease == lease}
+        queues = {key: found[0] for key, found in bindings.known.items() if len(found) == 1 and found[0] in rooms}
+        terms = {"version": version, "lease": as_seconds(lease)}
+        return {**terms, "queues": json.dumps(queues), "rooms": json.dumps(rooms)} if queues else None
+
+    async def _route_straight(self, parameters: Mapping[str, Any], round: _Round) -> None:
+        """All in one statement, if it knows everything that is due. What it does not know is left alone."""
+        await self._store.route_straight({**parameters, "token": round.token}, round.hold)
+        for queue, dead in round.dead.items():
+            claim = round.claims[queue]
+            await self._store.apply(lambda connection: claim.bury(connection, dead))  # noqa: B023
 
     def _route(
-        self,
-        connection: Connection,
-        due: Mapping[str, Any],
-        unroutable: Mapping[str, str],
-        claims: Mapping[str, SqlClaim],
-        room: dict[str, int],
-    ) -> Routing:
+        self, connection: Connection, due: Mapping[str, Any], unroutable: Mapping[str, str], round: _Round
+    ) -> None:
         rows = self._store.search(connection, self._unrouted, due)
         if not rows:
-            return Routing()
+            return
         bindings = self._bindings_of(rows[0].version or 0, connection)
         groups: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
         lost: defaultdict[str, list[int]] = defaultdict(list)
@@ -112,28 +170,28 @@ class SqlRouting:
                 unwanted.append(row.id)
             else:
                 lost[row.routing_key].append(row.id)
-        routed: Counter[str] = Counter()
         for queues, ids in groups.items():
-            self._send_to(connection, queues, ids, claims, room)
-            routed.update({queue: len(ids) for queue in queues})
+            self._send_to(connection, queues, ids, round)
+            round.routed.update({queue: len(ids) for queue in queues})
         for routing_key, ids in lost.items():
             line = history_line("unroutable", f"no queue is bound to {routing_key!r}")
             connection.execute(self._pause_unroutable, {"ids": self._store.listed(ids), "line": line})
+            round.unroutable[routing_key] = len(ids)
         if unwanted:
             gone = delete(self._store.messages).where(self._store.among(self._store.messages.c.id, "ids"))
             connection.execute(gone, {"ids": self._store.listed(unwanted)})
-        taken = {queue: claim for queue, claim in claims.items() if claim.attempts}
-        return Routing(len(rows), routed, {key: len(ids) for key, ids in lost.items()}, len(unwanted), taken)
+            round.discarded = len(unwanted)
+        round.taken += len(rows)
 
     def _send_to(
         self,
         connection: Connection,
         queues: tuple[str, ...],
         ids: list[int],
-        claims: Mapping[str, SqlClaim],
-        room: dict[str, int],
+        round: _Round,
     ) -> None:
         """The message stays in its row for one queue, if possible one that wants it; each further queue gets a copy."""
+        room, claims = round.room, round.claims
         stays = next((queue for queue in queues if room.get(queue)), queues[0])
         for queue in queues:
             if queue != stays:
@@ -143,7 +201,7 @@ class SqlRouting:
             room[stays] -= len(taken)
             chosen = {"ids": self._store.listed(taken), "queue": stays}
             leased = connection.execute(self._move_and_lease, chosen | claims[stays].terms).all()
-            claims[stays].hold(connection, leased)
+            claims[stays].bury(connection, claims[stays].hold(leased))
         if left:
             connection.execute(self._move_to, {"ids": self._store.listed(left), "queue": stays})
 
@@ -151,17 +209,18 @@ class SqlRouting:
     def _move_to(self) -> Executable:
         chosen = self._store.among(self._store.messages.c.id, "ids")
         unleased = {"starts": 0, "lease_token": null(), "lease_until": null()}
-        return update(self._store.messages).where(chosen).values({**self._moved(), **unleased})
+        return update(self._store.messages).where(chosen).values({**self.moved(bindparam("queue")), **unleased})
 
     @cached_property
     def _move_and_lease(self) -> Executable:
         chosen = self._store.among(self._store.messages.c.id, "ids")
-        statement: Executable = self._store.leasing(chosen, **self._moved(), starts=1)
+        statement: Executable = self._store.leasing(chosen, **self.moved(bindparam("queue")), starts=1)
         return statement
 
-    def _moved(self) -> dict[str, Any]:
+    def moved(self, queue: ColumnElement[Any]) -> dict[str, Any]:
+        """What routing changes in a message's row."""
         return {
-            "destination": bindparam("queue"),
+            "destination": queue,
             "routed_at": self._store.clock(),
             "unroutable": False,
             "attempts": 0,
@@ -205,10 +264,15 @@ class SqlRouting:
 
     @cached_property
     def _unrouted(self) -> Select[Any]:
-        """Due messages and the bindings' version. The lock on it makes a change wait until this routing committed."""
+        """Due messages and the bindings' version."""
+        return self._store.due.add_columns(self.version.label("version"))
+
+    @cached_property
+    def version(self) -> ScalarSelect[Any]:
+        """The bindings' version. The lock on it makes a change wait until whoever asked has committed."""
         state = self._store.tables.state
         version = select(state.c.bindings_version).where(state.c.id == 1).with_for_update(read=True)
-        return self._store.due.add_columns(version.scalar_subquery().label("version"))
+        return version.scalar_subquery()
 
     def _bindings_of(self, version: int, connection: Connection) -> Bindings:
         if self._known_bindings is None or self._known_bindings[0] != version:

@@ -62,6 +62,7 @@ def _message(
     body: bytes,
     created_at: datetime,
     expires_at: datetime | None,
+    *_: object,  # what a statement tells beyond the message
 ) -> Message:
     return Message(
         routing_key=routing_key,

@@ -16,11 +16,14 @@ from outbox.testing.store.claiming import ClaimingCases
 from outbox.testing.store.emitting import EmittingCases
 from outbox.testing.store.handing_over import HandingOverCases
 from outbox.testing.store.keeping import KeepingCases
+from outbox.testing.store.knowing import KnowingCases
 from outbox.testing.store.routing import RoutingCases
 from outbox.testing.store.settling import SettlingCases
 
 __all__ = ["MakeStore", "StoreContract"]
 
 
-class StoreContract(EmittingCases, ClaimingCases, SettlingCases, RoutingCases, HandingOverCases, KeepingCases):
+class StoreContract(
+    EmittingCases, ClaimingCases, SettlingCases, RoutingCases, HandingOverCases, KnowingCases, KeepingCases
+):
     """Every method and every outcome."""

@@ -27,6 +27,7 @@ SETTLE_WITHIN = 0.02  # seconds that an outcome waits for others to be written w
 SETTLE_AGAIN = 0.1, 5.0  # seconds between two tries to write outcomes, doubling: the lease decides how long it matters
 CLOSE_WITHIN = 5.0  # seconds that closing waits for outcomes to be written
 LAST_WORDS = 8.0  # seconds more for those that a silent database holds up
+IN_FLIGHT = 4  # claims that a queue may have open at once: one comes, one is at work, one is written
 SHORT_WORK, LONG_WORK = 0.1, 1.0  # seconds that a claim lasts before the next one is larger, or smaller
 
 
@@ -171,7 +172,7 @@ class DatabaseDeliveries:
         self._store = store
         self.queue = listener.queue
         self._prefetch = prefetch
-        self._appetite = _Appetite(listener.concurrency, max(1, prefetch // 2))
+        self._appetite = _Appetite(listener.concurrency, max(1, prefetch // IN_FLIGHT))
         self._lease = lease
         self._pace = pace
         self._held = held
@@ -229,10 +230,11 @@ class DatabaseDeliveries:
         self._room.set()
 
     def take(self, claim: Leased, room: int) -> None:
-        """Hold what the router leased."""
+        """Hold what the router leased, ready at once."""
         self._appetite.had(len(claim.attempts), room)
         self._expect(claim)
-        self._held.start(self._hold_leased(claim), name=f"outbox lease on {self.queue}")
+        batch = None if self._closed else self._get_ready(claim)
+        self._held.start(self._hold_leased(claim, batch), name=f"outbox lease on {self.queue}")
 
     async def _fill(self) -> None:
         try:
@@ -281,7 +283,7 @@ class DatabaseDeliveries:
                     return  # leaving gives everything back
                 self._expect(claim)
                 taken.set_result(len(claim.attempts))
-                await self._serve(claim, suspect=suspect)
+                await self._serve(self._get_ready(claim), suspect=suspect)
         except Exception as error:
             if taken.done():
                 raise
@@ -290,17 +292,21 @@ class DatabaseDeliveries:
             if not taken.done():
                 taken.set_result(0)
 
-    async def _hold_leased(self, leased: Leased) -> None:
-        async with leased as claim:
-            if not self._closed:
-                await self._serve(claim, suspect=False)
+    async def _hold_leased(self, leased: Leased, batch: _Batch | None) -> None:
+        async with leased:
+            if batch is not None:
+                await self._serve(batch, suspect=False)
 
-    async def _serve(self, claim: Claim, *, suspect: bool) -> None:
-        """Have the claim's deliveries ready until all are settled."""
-        with self._held.batch(_Batch(claim, self._settled, self._cannot_write), suspect=suspect) as batch:
-            self._coming -= len(claim.attempts)
-            self._ready.extend(DatabaseDelivery(attempt, batch) for attempt in claim.attempts)
-            self._arrived.set()
+    def _get_ready(self, claim: Claim) -> _Batch:
+        batch = _Batch(claim, self._settled, self._cannot_write)
+        self._coming -= len(claim.attempts)
+        self._ready.extend(DatabaseDelivery(attempt, batch) for attempt in claim.attempts)
+        self._arrived.set()
+        return batch
+
+    async def _serve(self, batch: _Batch, *, suspect: bool) -> None:
+        """Write outcomes until all are written."""
+        with self._held.batch(batch, suspect=suspect):
             await batch.write()
 
     def _cannot_write(self, error: Exception, pause: float) -> None:
@@ -412,12 +418,12 @@ class _Held:
         return self._suspect is None
 
     @contextmanager
-    def batch(self, batch: _Batch, *, suspect: bool) -> Iterator[_Batch]:
+    def batch(self, batch: _Batch, *, suspect: bool) -> Iterator[None]:
         self._batches.add(batch)
         if suspect:
             self._suspect = batch
         try:
-            yield batch
+            yield
         finally:
             self._batches.discard(batch)
             batch.end()

@@ -1,0 +1,126 @@
+"""The line: one connection for wake-ups and for the statements that a message waits for, if it leads anywhere."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from datetime import timedelta
+
+import pytest
+from sqlalchemy import make_url, text
+from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+
+from outbox import Outbox
+from outbox.core.attempt import Done
+from outbox.core.binding import Binding
+from outbox.core.store import Routing, Wanted
+from outbox.stores.line import Line
+from outbox.stores.postgresql import PostgresqlStore
+from tests.walk.test_worker import PATIENCE
+
+LEASE = timedelta(seconds=60)
+
+
+class Straight:
+    """A store that listens, and an administrator beside it."""
+
+    def __init__(self, outbox: Outbox, admin: AsyncEngine) -> None:
+        assert isinstance(outbox.store, PostgresqlStore)
+        self.outbox = outbox
+        self.store = outbox.store
+        self._admin = admin
+
+    async def line(self, other_than: Line | None = None) -> Line:
+        """The line, once there is one."""
+        async with asyncio.timeout(PATIENCE):
+            while True:
+                await self.store.wait(0.01)
+                line = self.store._notifier._line
+                if line is not None and line is not other_than and line.is_free:
+                    return line
+
+    async def emit(self) -> None:
+        async with self.outbox.transaction() as session:
+            await self.outbox.emit(session, "order.created", 1)
+
+    async def handled(self) -> int:
+        """Route and settle what is there; how many messages that were."""
+        count = 0
+        for claim in (await self.routed()).claims.values():
+            async with claim:
+                assert not await claim.settle({attempt.id: Done() for attempt in claim.attempts})
+                count += len(claim.attempts)
+        return count
+
+    async def routed(self) -> Routing:
+        return await self.store.route(10, {}, {"q": Wanted(10, LEASE)})
+
+    async def cut(self, line: Line) -> None:
+        """End the line from the server's side."""
+        async with self._admin.connect() as connection:
+            await connection.execute(text(f"SELECT pg_terminate_backend({line._raw.get_server_pid()})"))
+
+
+@pytest.fixture
+async def straight(postgresql_url: str, table_name: str) -> AsyncIterator[Straight]:
+    url = make_url(postgresql_url).set(drivername="postgresql+asyncpg")
+    admin = create_async_engine(url)
+    outbox = Outbox(db_engine_url=url, table_name=table_name)
+    await outbox.create_tables()
+    await outbox.store.bind([Binding("q", "#")])
+    straight = Straight(outbox, admin)
+    await straight.emit()
+    assert await straight.handled() == 1  # by the long way: the routing key is known from now on
+    yield straight
+    await outbox.close()
+    await admin.dispose()
+
+
+async def test_known_messages_are_routed_over_the_line(straight: Straight, monkeypatch: pytest.MonkeyPatch) -> None:
+    await straight.line()
+    await straight.emit()
+    for way in ("_transact", "_apply"):
+        monkeypatch.setattr(straight.store, way, None)
+    routing = await straight.routed()
+    assert dict(routing.routed) == {"q": 1}
+    monkeypatch.undo()
+    async with routing.claims["q"] as claim:
+        assert not await claim.settle({attempt.id: Done() for attempt in claim.attempts})
+
+
+async def test_a_line_that_is_cut_loses_nothing_and_comes_back(straight: Straight) -> None:
+    line = await straight.line()
+    for _ in range(3):
+        await straight.emit()
+        await straight.cut(line)
+        handled = 0
+        async with asyncio.timeout(PATIENCE):
+            while not handled:
+                try:
+                    handled = await straight.handled()
+                except Exception:  # noqa: BLE001 - the driver's word for a connection that ended
+                    await asyncio.sleep(0.01)
+        line = await straight.line(other_than=line)
+    assert (await straight.outbox.backlog()).waiting == 0
+
+
+async def test_while_the_line_is_busy_others_go_through_the_pool(straight: Straight) -> None:
+    line = await straight.line()
+    await straight.emit()
+    async with line._turn:
+        assert await straight.handled() == 1
+
+
+async def test_a_line_that_somebody_gave_up_is_ended(straight: Straight) -> None:
+    """Nobody could tell what the next statement's answer belongs to."""
+    line = await straight.line()
+    sleeping = asyncio.create_task(line.ask(text("SELECT pg_sleep(CAST(:seconds AS float))"), {"seconds": 60.0}))
+    while line.is_free:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)
+    sleeping.cancel()
+    await asyncio.wait([sleeping])
+    assert line.is_closed
+    await straight.emit()
+    await straight.line(other_than=line)
+    assert await straight.handled() == 1
