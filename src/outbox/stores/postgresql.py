@@ -317,7 +317,7 @@ class PostgresqlStore(SqlStore):
     @cached_property
     def _route_straight_statement(self) -> Any:
         messages, found = self.messages, self.due.cte("found")
-        queues, rooms = (cast(bindparam(name, type_=Text), JSONB) for name in ("queues", "rooms"))
+        queues, rooms = (bindparam(name, type_=JSONB) for name in ("queues", "rooms"))
         queue = queues.op("->>")(found.c.routing_key)
         position = func.row_number().over(partition_by=queue, order_by=(found.c.due_at, found.c.id))
         ranked = select(found.c.id, queue.label("queue"), position.label("position")).subquery("ranked")

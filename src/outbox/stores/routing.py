@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -143,7 +142,7 @@ class SqlRouting:
         rooms = {queue: each.limit for queue, each in wanted.items() if each.lease == lease}
         queues = {key: found[0] for key, found in bindings.known.items() if len(found) == 1 and found[0] in rooms}
         terms = {"version": version, "lease": as_seconds(lease)}
-        return {**terms, "queues": json.dumps(queues), "rooms": json.dumps(rooms)} if queues else None
+        return {**terms, "queues": queues, "rooms": rooms} if queues else None
 
     async def _route_straight(self, parameters: Mapping[str, Any], round: _Round) -> None:
         """All in one statement, if it knows everything that is due. What it does not know is left alone."""
