@@ -54,6 +54,12 @@ class Program:
         # The clock that clock_getcpuclockid(3) names, which Python does not offer for other processes.
         return time.clock_gettime((~self._process.pid << 3) | 2)
 
+    @property
+    def memory(self) -> int:
+        """Bytes that it holds in memory."""
+        pages = int(Path(f"/proc/{self._process.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
     async def stop(self) -> None:
         with suppress(ProcessLookupError):
             self._process.terminate()

@@ -99,7 +99,7 @@ def page() -> str:
         settings=_table(("option", "default", "variable", "what it is, and when to change it"), _settings()),
         listener=_table(("option", "default", "meaning"), _options(Listener, skipped=("binding_key", "callback"))),
         shapes=_table(("made by", "delays"), _shapes()),
-        policy=_table(("option", "default", "meaning"), _options(RetryPolicy, skipped=("shape",))),
+        policy=_table(("option", "default", "meaning"), _options(RetryPolicy, skipped=("shape", "regular"))),
     )
 
 

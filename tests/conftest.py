@@ -18,7 +18,9 @@ pytest.register_assert_rewrite(
 )
 
 from outbox import Outbox, adapters  # noqa: E402 - after pytest was told whose assertions to explain
-from outbox.testing.servers import PgBouncer, postgresql  # noqa: E402
+from outbox.testing import servers  # noqa: E402
+from outbox.testing.servers import PgBouncer, Server, postgresql  # noqa: E402
+from tests.broker import VirtualHost  # noqa: E402
 
 DATABASES = ("sqlite", "postgresql+asyncpg", "postgresql+psycopg")
 
@@ -37,6 +39,28 @@ def pgbouncer(postgresql_url: str) -> Iterator[PgBouncer]:
     """A pooler with few connections to that PostgreSQL; whoever waits too long for one is told so."""
     with PgBouncer(postgresql_url, pool_size=3, settings={"query_wait_timeout": "30"}) as pooler:
         yield pooler
+
+
+@pytest.fixture(scope="session")
+def rabbitmq() -> Iterator[Server]:
+    """A real RabbitMQ for the whole run; whoever wants to stop or kill one starts a RabbitMQ() of its own."""
+    with servers.rabbitmq() as server:
+        yield server
+
+
+@pytest.fixture
+def vhost(rabbitmq: Server) -> Iterator[VirtualHost]:
+    """A fresh virtual host of that RabbitMQ: `vhost.url` is what to connect to."""
+    host = VirtualHost(rabbitmq, f"t{os.getpid()}_{next(_numbers)}")
+    host.create()
+    yield host
+    host.delete()
+
+
+@pytest.fixture
+def rabbitmq_url(vhost: VirtualHost) -> str:
+    """`amqp://…`, of a fresh virtual host."""
+    return vhost.url
 
 
 @pytest.fixture(params=DATABASES)

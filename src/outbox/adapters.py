@@ -13,12 +13,13 @@ from sqlalchemy.exc import ArgumentError
 
 from outbox.core.errors import ConfigurationError
 from outbox.core.store import StoreClass
-from outbox.core.transport import Transport
+from outbox.core.transport import Defaults, Transport
 from outbox.transports.function import FunctionTransport
 
 STORES = "outbox.stores"  # the entry point group; names are SQLAlchemy's names of dialects
-TRANSPORTS = "outbox.transports"  # names are URL schemes
+TRANSPORTS = "outbox.transports"  # names are URL schemes, or modules whose connections are taken
 
+_DEFAULTS = Defaults()
 _DRIVER_MODULES = {"pysqlite": "sqlite3"}  # where a driver's name is not its module's
 
 
@@ -28,19 +29,30 @@ def store_class(dialect: str) -> StoreClass:
     return found
 
 
-def transport_for(value: object) -> Transport:
-    """A transport from a URL, a function, or a transport itself."""
+def transport_for(value: object, defaults: Defaults = _DEFAULTS) -> Transport:
+    """A transport from a URL, a client library's connection, a function, or a transport itself."""
     if isinstance(value, str):
         scheme = value.split(":", 1)[0] if ":" in value else value
-        make: Callable[[str], Transport] = _load(
+        make: Callable[[object, Defaults], Transport] = _load(
             TRANSPORTS, scheme, "no transport for {name}:// URLs is installed; there are: {known}"
         )
-        return make(value)
+        return make(value, defaults)
     if hasattr(value, "publish") and hasattr(value, "consume"):
         return cast(Transport, value)
     if inspect.iscoroutinefunction(value) or inspect.iscoroutinefunction(getattr(value, "__call__", None)):  # noqa: B004
         return FunctionTransport(value)  # type: ignore[arg-type]
+    library = _client_library(value)
+    if library is not None:
+        make = _load(TRANSPORTS, library, "no transport for connections of {name} is installed; there are: {known}")
+        return make(value, defaults)
     raise ConfigurationError(f"transport={type(value).__name__}: a URL, a Transport, or `async def publish(message)`")
+
+
+def _client_library(value: object) -> str | None:
+    """The name of the library whose connection this is, if a transport takes its connections."""
+    known = {point.name for point in entry_points(group=TRANSPORTS)}
+    modules = (kind.__module__.partition(".")[0] for kind in type(value).__mro__)
+    return next((module for module in modules if module in known), None)
 
 
 def async_url(text: str | URL) -> URL:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import platform
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
+from urllib.parse import urlsplit
 
 from sqlalchemy.exc import DBAPIError
 
 from outbox.adapters import installed_drivers
 from outbox.core.diagnosis import Claimable, Examination, Finding, Level
 from outbox.core.durations import in_words
+from outbox.core.errors import ConfigurationError
+from outbox.core.listener import Listener
 from outbox.core.store import Backlog, Difference, StoredMessage
 from outbox.instance import Outbox
 
@@ -23,8 +26,12 @@ ROUTING_KEYS = 3  # so many are named
 _REFUSED = "42501"  # PostgreSQL's word for a right that is missing
 
 
-async def examine(outbox: Outbox) -> list[Finding]:
-    """Everything that can be said of an outbox."""
+async def examine(outbox: Outbox, listeners: Sequence[Listener] = (), *, management_url: str = "") -> list[Finding]:
+    """Everything that can be said of an outbox, and of its broker beside what these listeners need."""
+    return [*await _database(outbox), *await _broker(outbox, listeners, management_url)]
+
+
+async def _database(outbox: Outbox) -> list[Finding]:
     if not outbox.engines.configured:
         return [_versions(outbox, None), _drivers(), Finding(Level.OK, "database", "none is set up")]
     examination = await outbox.store.examine()
@@ -34,6 +41,23 @@ async def examine(outbox: Outbox) -> list[Finding]:
     if not any(difference.breaks for difference in differences):
         findings += await _messages(outbox)
     return findings
+
+
+async def _broker(outbox: Outbox, listeners: Sequence[Listener], management_url: str) -> list[Finding]:
+    settings = outbox.settings
+    if not isinstance(settings.transport, str) or urlsplit(settings.transport).scheme not in ("amqp", "amqps"):
+        return []
+    try:
+        from outbox.transports.rabbitmq import examining, topology
+    except ImportError as error:
+        raise ConfigurationError(f"RabbitMQ's client is not installed: {error}") from None
+    return await examining.examine(
+        settings.transport,
+        topology.Names(settings.exchange_name, settings.queue_prefix),
+        listeners,
+        settings.policy("retry_delays"),
+        management_url=management_url,
+    )
 
 
 def _versions(outbox: Outbox, examination: Examination | None) -> Finding:

@@ -22,7 +22,7 @@ from outbox.core.events import Bound, Started, Stopped
 from outbox.core.listener import Listener, check_listeners
 from outbox.core.message import Message
 from outbox.core.store import Backlog, Difference, Store, StoredMessage
-from outbox.core.transport import Transport
+from outbox.core.transport import Defaults, Transport
 from outbox.engines import Engines
 from outbox.inbound.calling import SESSION_TIME_LIMIT, Call
 from outbox.inbound.handling import Handling
@@ -96,8 +96,16 @@ class Outbox:
     @cached_property
     def transport(self) -> Transport:
         """The configured transport; none means the database."""
-        value = self.settings.transport
-        return self._database_transport() if self._on_database else transport_for(value)
+        if self._on_database:
+            return self._database_transport()
+        settings = self.settings
+        defaults = Defaults(
+            exchange_name=settings.exchange_name,
+            queue_prefix=settings.queue_prefix,
+            retry_policy=settings.policy("retry_delays"),
+            observe=self._observe,
+        )
+        return transport_for(settings.transport, defaults)
 
     @property
     def _on_database(self) -> bool:
@@ -303,6 +311,8 @@ class Outbox:
             if ready is not None:
                 ready.set()
             tasks = [asyncio.create_task(each.run(shutdown.begun)) for each in relays]
+            for task in tasks:
+                task.add_done_callback(lambda _: shutdown.begun.set())  # one that ends by itself ends everything
             stack.push_async_callback(_end, tasks, shutdown, self.settings.duration("grace"))
             abandoned = 0
             if worker is not None:
@@ -310,6 +320,9 @@ class Outbox:
             else:
                 await shutdown.begun.wait()
         self._observe(Stopped("worker" if listeners else "relay", abandoned))
+        for task in tasks:
+            if task.done() and not task.cancelled():
+                task.result()  # raises what ended a relay: its transport is closed for good
         return abandoned
 
     async def _close_after_last(self) -> None:

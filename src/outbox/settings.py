@@ -97,6 +97,19 @@ class Settings:
         shown="none",
         parse=_object,
     )
+    exchange_name: str = _option(
+        "outbox",
+        "RabbitMQ's exchange; the names of its other exchanges and of the delay queues begin with it. Set it for "
+        "several outboxes in one virtual host.",
+        parse=str,
+    )
+    queue_prefix: str = _option(
+        "",
+        "What the names of RabbitMQ's queues begin with, before a listener's own `queue`. Set it if several "
+        "environments share a virtual host.",
+        shown="none",
+        parse=str,
+    )
     poll_interval: Seconds = _option(
         1.0,
         "Longest sleep between two looks at the table. Wake-ups come sooner; lower it where none can.",
@@ -172,6 +185,9 @@ class Settings:
         for name, longest in (("table_name", LONGEST_TABLE), ("schema", LONGEST_SCHEMA)):
             if getattr(self, name) is not None:
                 check_identifier(getattr(self, name), name, longest)
+        check_name(self.exchange_name, "exchange_name")
+        if self.queue_prefix != "":
+            check_name(self.queue_prefix, "queue_prefix")
         for name in ("poll_interval", "lease", "grace"):
             self._set(name, self._checked(name, as_lifetime if name != "grace" else as_delay))
         if self.expiration is not None:

@@ -8,14 +8,19 @@ from datetime import timedelta
 
 import pytest
 
-from outbox import doctor
+from outbox import Listener, doctor
 from outbox.cli.status import Rates
+from outbox.core.durations import parse_duration
+from outbox.core.retry import MOST_KNOWN
 from outbox.core.store import Backlog, QueueBacklog
 from outbox.stores import postgresql_examination, sqlite_examination
+from outbox.transports.rabbitmq.provisioning import permissions
+from outbox.transports.rabbitmq.topology import STEPS, Names, Topology
 
 from .command_line import all_commands, options
 from .pages import ROOT, Page, all_pages
 
+RABBITMQ = Page(ROOT / "docs/operate/rabbitmq.md")
 WATCHING = Page(ROOT / "docs/operate/watching.md")
 ALERTS = re.findall(r"^\| (`.+?) \|", WATCHING.text.partition("## Alerts")[2].partition("## Logs")[0], re.MULTILINE)
 
@@ -52,3 +57,22 @@ def test_the_limits_are_those_of_the_doctor() -> None:
     assert "transactions older than 5 minutes" in text
     assert f"above {postgresql_examination.DEAD_ROWS:,}".replace(",", " ") in text
     assert f"above {sqlite_examination.LARGEST_LOG // 1024**2} MiB" in text
+
+
+def test_the_steps_of_delays_are_those_of_the_code() -> None:
+    section = RABBITMQ.text.partition("## Delays")[2].partition("## Who makes it")[0]
+    listed = " ".join(line for line in section.splitlines() if line.startswith("- "))
+    told = {parse_duration(f"{number}{unit}") for number, unit in re.findall(r"(\d+) (ms|s|h)\b", listed)}
+    told |= {timedelta(minutes=int(number)) for number in re.findall(r"(\d+) min", listed)}
+    days = listed.partition("- 1, ")[2].partition(" days")[0]
+    told |= {timedelta(days=int(number)) for number in ["1", *re.findall(r"\d+", days)]}
+    assert told == set(STEPS)
+    assert f"at most {MOST_KNOWN}." in section
+
+
+def test_the_rights_at_rabbitmq_are_those_that_are_printed() -> None:
+    rows = dict(re.findall(r"^\| (relay|worker) \| (.+) \|$", RABBITMQ.text, re.MULTILINE))
+    told = {role: [cell.replace("\\|", "|") for cell in re.findall(r"`(.+?)`", row)] for role, row in rows.items()}
+    relay, worker = permissions(Topology.of(Names(), [Listener("#", print, queue="all")], ()))
+    assert told["relay"] == [relay.configure, relay.write, relay.read]
+    assert told["worker"] == [worker.configure, worker.write]

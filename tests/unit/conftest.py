@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,3 +61,15 @@ def emitting() -> Iterator[Emitting]:
     engine = create_engine("sqlite://", poolclass=StaticPool)
     yield Emitting(engine)
     engine.dispose()
+
+
+@pytest.fixture
+def reachable(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty folder for temporary files that the account of the servers may enter too."""
+    with tempfile.TemporaryDirectory(prefix="outbox-test-") as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        monkeypatch.setenv("TMPDIR", name)
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        yield folder
+        monkeypatch.undo()

@@ -207,7 +207,7 @@ def test_what_is_no_transport_is_refused_with_the_ways_to_give_one(value: Any) -
         transport_for(value)
 
 
-@pytest.mark.parametrize("url", ["", "amqp://h", "kafka://h", "memoryx://", "MEMORY", "://", "no such thing"])
+@pytest.mark.parametrize("url", ["", "kafka://h", "memoryx://", "MEMORY", "://", "no such thing"])
 def test_an_unknown_scheme_is_refused_with_those_there_are(url: str) -> None:
     with pytest.raises(ConfigurationError, match=r"there are: .*memory"):
         transport_for(url)
@@ -228,14 +228,14 @@ def test_a_third_party_adds_a_transport_by_an_entry_point(installed: Callable[[s
         class AcmeTransport(MemoryTransport):
             name = "acme"
 
-        def make(url):
+        def make(url, defaults):
             transport = AcmeTransport()
-            transport.url = url
+            transport.url = f"{url}, {defaults.exchange_name}"
             return transport
         """,
     )
-    transport: Any = Outbox(transport="acme://broker/1").transport
-    assert (transport.name, transport.url) == ("acme", "acme://broker/1")
+    transport: Any = Outbox(transport="acme://broker/1", exchange_name="shop").transport
+    assert (transport.name, transport.url) == ("acme", "acme://broker/1, shop")
 
 
 def test_a_third_party_adds_a_store_by_an_entry_point(installed: Callable[[str, str], None]) -> None:

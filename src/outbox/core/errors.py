@@ -18,6 +18,7 @@ OutboxError
 │   └── TablesMissing           a driver's own connection, and nobody has made the tables yet
 ├── Undecodable                 a body is not what its listener's annotation says: a dead letter
 ├── TransportUnavailable        nothing was sent: the destination is away
+├── TransportClosed             a connection that was given to the transport is closed for good
 ├── DatabaseSilent              the database did not answer in time
 ├── LeaseLost                   another worker holds this delivery now
 └── NotFound                    no message or dead letter has that id
@@ -103,6 +104,10 @@ class Undecodable(OutboxError):
 
 class TransportUnavailable(OutboxError):
     """Nothing was sent: the destination is away. It burns nobody's attempts."""
+
+
+class TransportClosed(OutboxError):
+    """A connection that was given to the transport is closed for good: relays and workers end with this."""
 
 
 class DatabaseSilent(OutboxError):

@@ -14,6 +14,9 @@ from outbox.core.errors import ConfigurationError, Reject
 RetryFunction = Callable[[int, BaseException], Seconds | None]
 RetryDelays = "RetryPolicy | Sequence[Seconds] | RetryFunction"
 
+MOST_KNOWN = 24  # distinct delays that a policy lists beforehand: more are as good as unknown
+_FAR = 1000  # attempts after which a policy has shown all that it does
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
@@ -29,6 +32,7 @@ class RetryPolicy:
     jitter: float = 0.0  # 0.2 spreads a delay evenly over 80 % to 120 % of it, so that retries do not come in waves
     only: tuple[type[BaseException], ...] = ()  # retry these errors and no others; empty: all
     never: tuple[type[BaseException], ...] = ()  # do not retry these errors
+    regular: bool = False  # the attempt's number alone decides, before jitter
 
     def __post_init__(self) -> None:
         if self.attempts is not None and (not isinstance(self.attempts, int) or self.attempts < 1):
@@ -44,13 +48,13 @@ class RetryPolicy:
     def constant(cls, delay: Seconds, **options: object) -> Self:
         """The same delay each time."""
         pause = configured(as_delay, delay)
-        return cls._with(lambda attempt_count, error: pause, options)
+        return cls._with(lambda attempt_count, error: pause, options, regular=True)
 
     @classmethod
     def linear(cls, first: Seconds, step: Seconds | None = None, **options: object) -> Self:
         """`first`, then `step` more each time (`first` more if no step is given)."""
         start, more = configured(as_delay, first), configured(as_delay, first if step is None else step)
-        return cls._with(lambda attempt_count, error: _times(start, 1, more, attempt_count - 1), options)
+        return cls._with(lambda attempt_count, error: _times(start, 1, more, attempt_count - 1), options, regular=True)
 
     @classmethod
     def exponential(cls, first: Seconds = 1, factor: float = 2.0, **options: object) -> Self:
@@ -58,14 +62,16 @@ class RetryPolicy:
         start = configured(as_delay, first)
         if not isinstance(factor, int | float) or not factor >= 1:
             raise ConfigurationError(f"factor={factor}: at least 1, or the delays would shrink")
-        return cls._with(lambda attempt_count, error: _power(start, factor, attempt_count - 1), options)
+        return cls._with(lambda attempt_count, error: _power(start, factor, attempt_count - 1), options, regular=True)
 
     @classmethod
     def sequence(cls, delays: Sequence[Seconds], **options: object) -> Self:
         """These delays, one after another; none at all means no retries."""
         pauses = tuple(configured(as_delay, delay, what="retry_delays") for delay in delays)
         return cls._with(
-            lambda attempt_count, error: pauses[attempt_count - 1] if attempt_count <= len(pauses) else None, options
+            lambda attempt_count, error: pauses[attempt_count - 1] if attempt_count <= len(pauses) else None,
+            options,
+            regular=True,
         )
 
     @classmethod
@@ -90,6 +96,22 @@ class RetryPolicy:
         spread = 1 + self.jitter * random.uniform(-1, 1)  # noqa: S311 - spreads load, keeps no secret
         return pause * spread if self.cap is None else min(self.cap, pause * spread)
 
+    def known_delays(self) -> tuple[timedelta, ...] | None:
+        """Each delay that this policy can give, once; None: a function, jitter or sheer number leaves them open."""
+        if not self.regular or self.jitter:
+            return None
+        delays: dict[timedelta, None] = {}
+        waited = NO_DELAY
+        for attempt_count in range(1, min(self.attempts or _FAR, _FAR)):
+            pause = self._pause(attempt_count, Exception())
+            if pause is None:
+                break
+            waited = min(LONGEST, waited + pause)
+            if self.total is not None and waited > self.total:
+                break
+            delays[pause] = None
+        return tuple(delays) if len(delays) <= MOST_KNOWN else None
+
     def _retries(self, error: BaseException) -> bool:
         return not isinstance(error, self.never) and (not self.only or isinstance(error, self.only))
 
@@ -108,8 +130,14 @@ class RetryPolicy:
         return False
 
     @classmethod
-    def _with(cls, shape: Callable[[int, BaseException], timedelta | None], options: dict[str, object]) -> Self:
-        policy = cls(shape=shape)
+    def _with(
+        cls,
+        shape: Callable[[int, BaseException], timedelta | None],
+        options: dict[str, object],
+        *,
+        regular: bool = False,
+    ) -> Self:
+        policy = cls(shape=shape, regular=regular)
         for name in ("cap", "total"):
             if options.get(name) is not None:
                 options[name] = configured(as_delay, options[name], what=name)  # type: ignore[arg-type]

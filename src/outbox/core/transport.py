@@ -11,9 +11,11 @@ from sqlalchemy import Executable
 
 from outbox.core.attempt import Attempt, Outcome
 from outbox.core.dead_letter import DeadLetters
+from outbox.core.events import Observer
 from outbox.core.landing import Landing
 from outbox.core.listener import Listener
 from outbox.core.message import Message
+from outbox.core.retry import RetryPolicy, as_retry_policy
 from outbox.core.store import Leased, Wanted
 
 
@@ -26,6 +28,16 @@ class Features:
     keeps_dead_letters: bool = True
     completes_in_transaction: bool = False  # deliveries offer a completion() for the listener's transaction
     routes_in_store: bool = False  # the relay routes rows instead of publishing them: the database itself
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Defaults:
+    """What the settings of an outbox say to the transport that is made from a URL."""
+
+    exchange_name: str = "outbox"
+    queue_prefix: str = ""
+    retry_policy: RetryPolicy = field(default_factory=lambda: as_retry_policy((1, 10, 60, 300)))
+    observe: Observer = field(default=lambda event: None)
 
 
 @dataclass(frozen=True, slots=True)

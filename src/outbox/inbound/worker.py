@@ -11,6 +11,7 @@ from typing import Any
 
 from outbox.core.attempt import Attempt, Released
 from outbox.core.cancellation import ABANDONED
+from outbox.core.errors import TransportClosed
 from outbox.core.events import Observer, StillRunning, Troubled
 from outbox.core.listener import Listener
 from outbox.core.pace import Pace
@@ -83,6 +84,9 @@ class Worker:
             raise
         finally:
             abandoned = await self._let_end(abandon)
+        for task in serving:
+            if task.done() and not task.cancelled():
+                task.result()  # raises what ended the worker: its transport is closed for good
         return abandoned
 
     async def _serve(self, listener: Listener) -> None:
@@ -92,6 +96,8 @@ class Worker:
         while True:
             try:
                 await self._take(listener, slots, trouble)
+            except TransportClosed:
+                raise
             except Exception as error:  # noqa: BLE001 - a worker outlives whatever its transport throws
                 pause = trouble.pause()
                 self._observe(Troubled(f"worker of {listener.queue}", error, timedelta(seconds=pause)))

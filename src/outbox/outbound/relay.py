@@ -7,10 +7,12 @@ from collections.abc import Awaitable, Callable
 from datetime import timedelta
 from typing import Protocol
 
+from outbox.core.errors import TransportClosed, TransportUnavailable
 from outbox.core.events import Observer, Troubled
 from outbox.core.pace import Pace
 
 SHORTEST_TROUBLE, LONGEST_TROUBLE = 0.2, 30.0  # seconds of pause after an error, doubling
+LONGEST_AWAY = 2.0  # seconds of pause while the destination is away: nothing was asked of it, so asking costs nothing
 
 
 class Round(Protocol):
@@ -53,8 +55,12 @@ class Relay:
                 if taken < self._work.batch_size:  # nothing is left, or somebody would have rung the bell
                     await unless(stop, self._wait(self._pace.pause()))
                 self._trouble.reset()
+            except TransportClosed:
+                raise
             except Exception as error:  # noqa: BLE001 - a relay outlives whatever its database or broker throws
                 pause = self._trouble.pause()
+                if isinstance(error, TransportUnavailable):
+                    pause = min(pause, LONGEST_AWAY)
                 self._observe(Troubled(self._name, error, timedelta(seconds=pause)))
                 await unless(stop, asyncio.sleep(pause))
 

@@ -1,6 +1,7 @@
 """Private server: one process of our own on a loopback port, gone when this process is gone."""
 
 import os
+import re
 import select
 import signal
 import socket
@@ -8,7 +9,7 @@ import subprocess
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar, Self
@@ -27,6 +28,8 @@ class PrivateServer(ABC):
 
     name: ClassVar[str]
     orderly: ClassVar[signal.Signals] = signal.SIGTERM  # asks the server to end at once and in good order
+    final: ClassVar[signal.Signals | None] = None  # ends it for good, where the orderly way takes too long
+    port_taken: ClassVar[re.Pattern[str]] = re.compile("Address already in use")  # how its log tells that
 
     port: int
 
@@ -48,6 +51,10 @@ class PrivateServer(ABC):
     def _command(self) -> list[str]:
         """The program and its arguments."""
 
+    def _variables(self) -> Mapping[str, str]:
+        """What the command needs in its environment, beside what every program gets."""
+        return {}
+
     @abstractmethod
     def _is_ready(self, process_id: int) -> bool:
         """Whether the server answers."""
@@ -55,7 +62,7 @@ class PrivateServer(ABC):
     def __enter__(self) -> Self:
         self.folder = _temporary_folder(f"outbox-{self.name}-")
         self._log = self.folder / "server.log"
-        self._guardian = _Guardian(self.folder, self.orderly)
+        self._guardian = _Guardian(self.folder, self.final or self.orderly)
         try:
             self._prepare()
             self._start_on_a_free_port()
@@ -73,7 +80,14 @@ class PrivateServer(ABC):
             return
         self._last_one_gone, inherited = os.pipe()
         with self._log.open("a") as log:
-            self._process = self.programs.start(self._command(), folder=self.folder, output=log, inherited=[inherited])
+            self._begun_at = log.tell()
+            self._process = self.programs.start(
+                self._command(),
+                folder=self.folder,
+                output=log,
+                variables=self._variables(),
+                inherited=[inherited],
+            )
         os.close(inherited)
         self._guardian.watch(self._process.pid)
         self._wait_until_ready(self._process)
@@ -87,7 +101,7 @@ class PrivateServer(ABC):
         if self._process is None:
             return
         # The first process before its children, or it would see them die and begin to clean up.
-        for process_id in [self._process.pid, *_descendants(self._process.pid)]:
+        for process_id in [self._process.pid, *descendants(self._process.pid)]:
             _signal(process_id, signal.SIGKILL)
         self._wait_until_gone(self._process)
 
@@ -100,11 +114,11 @@ class PrivateServer(ABC):
 
     def _start_on_a_free_port(self) -> None:
         for remaining in reversed(range(_PORTS_TO_TRY)):
-            self.port = _free_port()
+            self.port = free_port()
             try:
                 self.start()
-            except ServerFailed as error:
-                if not remaining or "Address already in use" not in str(error):
+            except ServerFailed:
+                if not remaining or not self.port_taken.search(self._said()):
                     raise
             else:
                 return
@@ -141,10 +155,13 @@ class PrivateServer(ABC):
             raise ServerFailed(f"{self.name} left processes behind: {self._last_words()}")
 
     def _last_words(self) -> str:
-        try:
-            return self._log.read_text(errors="replace")[-2000:].strip()
-        except FileNotFoundError:
-            return "it wrote no log"
+        return self._said()[-2000:].strip() or "it wrote no log"
+
+    def _said(self) -> str:
+        """What the server wrote to its log since it was last started."""
+        with self._log.open(errors="replace") as log:
+            log.seek(self._begun_at)
+            return log.read()
 
 
 class _Guardian:
@@ -169,8 +186,8 @@ class _Guardian:
         rm -rf -- "$2"
     """
 
-    def __init__(self, folder: Path, orderly: signal.Signals) -> None:
-        name = orderly.name.removeprefix("SIG")
+    def __init__(self, folder: Path, how: signal.Signals) -> None:
+        name = how.name.removeprefix("SIG")
         self._shell = subprocess.Popen(
             ["/bin/sh", "-c", self._SCRIPT, "guardian", name, str(folder)],
             stdin=subprocess.PIPE,
@@ -202,7 +219,7 @@ def _temporary_folder(prefix: str) -> Path:
     return folder
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -214,7 +231,7 @@ def _signal(process_id: int, what: signal.Signals) -> None:
         os.kill(process_id, what)
 
 
-def _descendants(process_id: int) -> list[int]:
+def descendants(process_id: int) -> list[int]:
     """The children of a process and theirs; none on systems without /proc."""
     children: dict[int, list[int]] = {}
     for child, parent in _parents():

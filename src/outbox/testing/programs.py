@@ -3,13 +3,16 @@
 import os
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO
 
 from outbox.core.errors import OutboxError
+
+NONE: Mapping[str, str] = MappingProxyType({})
 
 
 class ServerFailed(OutboxError):
@@ -59,22 +62,30 @@ class Programs:
     how: str
     libraries: tuple[Path, ...] = ()
 
-    def run(self, command: Sequence[str], *, folder: Path) -> None:
-        """Run one of the programs to its end."""
+    def run(self, command: Sequence[str], *, folder: Path, variables: Mapping[str, str] = NONE) -> str:
+        """Run one of the programs to its end; return what it said."""
         with tempfile.TemporaryFile("w+") as output:
-            code = self.start(command, folder=folder, output=output).wait()
+            code = self.start(command, folder=folder, output=output, variables=variables).wait()
             output.seek(0)
-            if code:
-                raise ServerFailed(f"{command[0]} ended with code {code}: {output.read()[-2000:].strip()}")
+            said = output.read()
+        if code:
+            raise ServerFailed(f"{command[0]} ended with code {code}: {said[-2000:].strip()}")
+        return said
 
     def start(
-        self, command: Sequence[str], *, folder: Path, output: IO[str], inherited: Sequence[int] = ()
+        self,
+        command: Sequence[str],
+        *,
+        folder: Path,
+        output: IO[str],
+        variables: Mapping[str, str] = NONE,
+        inherited: Sequence[int] = (),
     ) -> subprocess.Popen[bytes]:
         """Start one of the programs in a session of its own, so that Ctrl-C here is no business of its."""
         return subprocess.Popen(
             [str(self.folder / command[0]), *command[1:]],
             cwd=folder,
-            env=self._environment(folder),
+            env={**self._environment(folder), **variables},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

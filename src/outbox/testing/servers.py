@@ -18,7 +18,10 @@ The first rung of the ladder that holds is taken:
     with PgBouncer(server.url) as pooler:   # always private, in front of any PostgreSQL
         connect(pooler.url)
 
-`python -m outbox.testing.servers postgresql` runs one until Ctrl-C.
+    with rabbitmq() as broker:              # by the ladder, like RabbitMQ() always private
+        connect(broker.url)
+
+`python -m outbox.testing.servers postgresql` runs one until Ctrl-C, as does `rabbitmq`.
 """
 
 import argparse
@@ -34,15 +37,26 @@ from urllib.parse import unquote, urlsplit
 from outbox.testing.ladder import Rung, ServerMissing, find, from_debian, from_wheel, installed
 from outbox.testing.private_server import PrivateServer
 from outbox.testing.programs import ServerFailed, account
+from outbox.testing.rabbitmq import RabbitMQ
 
-__all__ = ["GivenServer", "PgBouncer", "PostgreSQL", "Server", "ServerFailed", "ServerMissing", "postgresql"]
+__all__ = [
+    "GivenServer",
+    "PgBouncer",
+    "PostgreSQL",
+    "RabbitMQ",
+    "Server",
+    "ServerFailed",
+    "ServerMissing",
+    "postgresql",
+    "rabbitmq",
+]
 
 
 class Server(Protocol):
     """A server that answers."""
 
     @property
-    def url(self) -> str: ...  # names no driver: postgresql://user@host:port/database
+    def url(self) -> str: ...  # names no driver: postgresql://user@host:port/database, amqp://user:password@host:port/
 
     @property
     def how(self) -> str: ...  # one line that tells where it came from
@@ -64,6 +78,17 @@ def postgresql(*, fsync: bool = False, settings: Mapping[str, str] | None = None
         yield given
     else:
         with PostgreSQL(fsync=fsync, settings=settings) as server:
+            yield server
+
+
+@contextmanager
+def rabbitmq(*, settings: Mapping[str, str] | None = None) -> Iterator[Server]:
+    """A RabbitMQ by the ladder; the options are for a private one."""
+    given = _given("rabbitmq")
+    if given:
+        yield given
+    else:
+        with RabbitMQ(settings=settings) as server:
             yield server
 
 
@@ -200,7 +225,7 @@ class PgBouncer(PrivateServer):
         return ["pgbouncer", "pgbouncer.ini"]
 
     def _is_ready(self, process_id: int) -> bool:
-        return f"[{process_id}] LOG process up" in self._log.read_text(errors="replace")
+        return f"[{process_id}] LOG process up" in self._said()
 
     def _write(self, name: str, text: str) -> None:
         file = self.folder / name
@@ -214,7 +239,7 @@ def _given(name: str) -> GivenServer | None:
     return GivenServer(url, f"named by {variable}") if url else None
 
 
-SERVERS: Mapping[str, Callable[[], AbstractContextManager[Server]]] = {"postgresql": postgresql}
+SERVERS: Mapping[str, Callable[[], AbstractContextManager[Server]]] = {"postgresql": postgresql, "rabbitmq": rabbitmq}
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ from outbox.core.errors import NotFound
 from outbox.core.landing import Landing
 from outbox.core.listener import Listener
 from outbox.core.message import Message
-from outbox.core.transport import Features, Published, Refusal
+from outbox.core.transport import Defaults, Features, Published, Refusal
 
 _BEGINNING = datetime(1970, 1, 1, tzinfo=UTC)  # nothing becomes older
 
@@ -40,7 +40,7 @@ class MemoryTransport:
         self.dead_letters = MemoryDeadLetters(self)
 
     @classmethod
-    def of(cls, url: str) -> Self:
+    def of(cls, url: str, defaults: Defaults) -> Self:
         """`memory://`"""
         return cls()
 

@@ -1,0 +1,227 @@
+"""RabbitmqTransport: publishes to a topic exchange and delivers from quorum queues."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Self, TypeVar
+
+import aiormq
+from aio_pika.abc import AbstractConnection, AbstractRobustConnection
+from yarl import URL
+
+from outbox.core.cancellation import cancelled_from_outside
+from outbox.core.dead_letter import DeadLetters
+from outbox.core.errors import ConfigurationError, TransportClosed, TransportUnavailable
+from outbox.core.events import Troubled
+from outbox.core.listener import Listener
+from outbox.core.message import Message
+from outbox.core.transport import Defaults, Features, Published, Refusal
+from outbox.transports.rabbitmq.carrying import Courier
+from outbox.transports.rabbitmq.channels import Lost, Wire
+from outbox.transports.rabbitmq.confirms import Answer, Outgoing
+from outbox.transports.rabbitmq.consuming import RabbitmqDeliveries, Tray
+from outbox.transports.rabbitmq.declaring import declare, declare_for
+from outbox.transports.rabbitmq.frames import FrameWire
+from outbox.transports.rabbitmq.link import Connect, Link, refusal
+from outbox.transports.rabbitmq.plain import PlainWire
+from outbox.transports.rabbitmq.properties import Unsendable, encoded
+from outbox.transports.rabbitmq.publishing import ANSWER_WITHIN, Publishing, Result
+from outbox.transports.rabbitmq.suspects import Suspects
+from outbox.transports.rabbitmq.topology import Names, Topology
+
+START_WITHIN = 10.0  # seconds that a worker's start waits for a broker that is away
+LARGEST_PROPERTIES = 131_072 - 64  # bytes: they travel in one frame, and this is what brokers allow for one
+
+DEFAULTS = Defaults()
+
+T = TypeVar("T")
+
+
+class RabbitmqTransport:
+    """One connection for publishing and one for consuming: a broker that blocks publishers takes acknowledgements."""
+
+    name = "rabbitmq"
+    features = Features(keeps_dead_letters=False)
+
+    def __init__(
+        self,
+        where: str | URL | AbstractConnection,
+        defaults: Defaults = DEFAULTS,
+        *,
+        by_hand: bool = True,  # frames written and read here; never on a connection that was given
+        answer_within: float = ANSWER_WITHIN,  # seconds for the answers to a batch; then its channel is given up
+    ) -> None:
+        self._given = where if isinstance(where, AbstractConnection) else None
+        self._url = None if isinstance(where, AbstractConnection) else _parsed(where)
+        self._by_hand = by_hand
+        self._answer_within = answer_within
+        self._names = Names(defaults.exchange_name, defaults.queue_prefix)
+        self._retry_policy = defaults.retry_policy
+        self._observe = defaults.observe
+        self._opened = 0  # a relay and a worker of one process share this transport
+        self._trays: set[Tray] = set()
+        self._listeners: dict[str, Listener] = {}  # by queue: delays are shared, so all are declared whenever one is
+
+    @classmethod
+    def of(cls, where: str | AbstractConnection, defaults: Defaults) -> Self:
+        """`amqp://user:password@host:5672/virtual-host`, `amqps://…`, or a connection of aio-pika's."""
+        return cls(where, defaults)
+
+    @property
+    def dead_letters(self) -> DeadLetters | None:
+        return None
+
+    async def open(self) -> None:
+        """Connect. A broker that is away is waited for when it is needed; one that refuses us is told at once."""
+        self._opened += 1
+        if self._opened == 1:
+            self._publisher_link = self._link("publisher")
+            self._consumer_link = self._publisher_link if self._given is not None else self._link("consumer")
+            self._publishing = Publishing(self._publisher_link, within=self._answer_within)
+            self._courier = Courier(
+                self._publishing, self._names, partial(self._make, self._publisher_link), self._observe
+            )
+            self._suspects = Suspects()
+        await self._publisher_link.open()
+
+    async def close(self) -> None:
+        """Write the outcomes that are known and give back the rest."""
+        self._opened -= 1
+        if self._opened:
+            return
+        await asyncio.gather(*(tray.close() for tray in self._trays), return_exceptions=True)
+        self._trays.clear()
+        await self._courier.close()
+        await self._publishing.close()
+        await self._publisher_link.close()
+        await self._consumer_link.close()
+
+    async def publish(self, messages: Sequence[Message]) -> Published:
+        batch: list[Outgoing] = []
+        refused: dict[str, Refusal] = {}
+        for message in messages:
+            try:
+                batch.append(self._outgoing(message))
+            except Unsendable as error:
+                refused[message.id] = Refusal(str(error), permanent=True)
+        results = await self._published(batch) if batch else []
+        confirmed = []
+        for outgoing, result in zip(batch, results, strict=True):
+            if result is Answer.CONFIRMED:
+                confirmed.append(outgoing.id)
+            elif result is Answer.RETURNED:
+                refused[outgoing.id] = Refusal(f"no queue is bound to {outgoing.routing_key!r}")
+            elif result is Answer.REJECTED:
+                refused[outgoing.id] = Refusal("RabbitMQ rejected it: a queue that is bound to it takes no more")
+            elif isinstance(result, Refusal):
+                refused[outgoing.id] = result
+        return Published(frozenset(confirmed), refused)
+
+    async def declare(self, listeners: Sequence[Listener]) -> None:
+        self._listeners |= {listener.queue: listener for listener in listeners}
+        wire = await self._consumer_link.wire(within=START_WITHIN)
+        topology, declared = await self._declaring(
+            declare_for(
+                wire.client_channel,
+                self._names,
+                list(self._listeners.values()),
+                self._retry_policy,
+                server_version=wire.server_version,
+            )
+        )
+        self._courier.topology = topology
+        self._courier.writes_dead_letters = declared.dead_letters
+        for mismatch in declared.weaker:
+            self._observe(Troubled("topology", ConfigurationError(str(mismatch)), timedelta(0)))
+
+    def consume(self, listener: Listener, prefetch: int) -> RabbitmqDeliveries:
+        return RabbitmqDeliveries(
+            listener,
+            self._names.queue(listener.queue),
+            prefetch,
+            link=self._consumer_link,
+            courier=self._courier,
+            suspects=self._suspects,
+            declare=lambda: self.declare([listener]),
+            observe=self._observe,
+            trays=self._trays,
+        )
+
+    def _outgoing(self, message: Message) -> Outgoing:
+        properties = encoded(message)
+        if len(properties) > LARGEST_PROPERTIES:
+            raise Unsendable(f"its headers have {len(properties)} bytes, and RabbitMQ takes {LARGEST_PROPERTIES}")
+        return Outgoing(self._names.exchange, message.routing_key, properties, message.body, message.id)
+
+    async def _published(self, batch: list[Outgoing]) -> list[Result]:
+        results = await self._publishing.publish(batch)
+        missing = [position for position, result in enumerate(results) if result is Answer.MISSING]
+        if missing:
+            await self._make(self._publisher_link, Topology.of_relay(self._names))
+            again = await self._publishing.publish([batch[position] for position in missing])
+            for position, result in zip(missing, again, strict=True):
+                results[position] = result
+        if Answer.FORBIDDEN in results:
+            raise TransportUnavailable(
+                f"this user may not publish to the exchange {self._names.exchange!r}: give it the write permissions "
+                "that `outbox topology` prints"
+            )
+        return results
+
+    async def _make(self, link: Link, topology: Topology) -> None:
+        wire = await link.wire()
+        await self._declaring(declare(wire.client_channel, topology))
+
+    async def _declaring(self, declaring: Awaitable[T]) -> T:
+        try:
+            return await declaring
+        except asyncio.CancelledError:
+            if cancelled_from_outside():
+                raise
+            raise TransportUnavailable("RabbitMQ fell silent while its queues were declared") from None
+        except (Lost, TimeoutError, RuntimeError, aiormq.exceptions.AMQPError) as error:
+            raise TransportUnavailable(f"RabbitMQ went away while its queues were declared: {error}") from error
+
+    def _link(self, role: str) -> Link:
+        connect: Connect = self._connected_given if self._given is not None else partial(self._connected, role)
+        return Link(connect, name=f"RabbitMQ {role}", observe=self._observe)
+
+    async def _connected(self, role: str) -> Wire:
+        url = self._url
+        assert url is not None  # noqa: S101 - a transport without one was given a connection
+        try:
+            if self._by_hand:
+                return await FrameWire.connect(url, f"outbox {role}")
+            connection = aiormq.Connection(url)
+            await connection.connect()
+            return PlainWire(connection, ours=True)
+        except Exception as error:  # noqa: BLE001 - what it means is told without the URL
+            raise refusal(error, f"RabbitMQ at {url.host}:{url.port}") from None
+
+    async def _connected_given(self) -> Wire:
+        given = self._given
+        assert given is not None  # noqa: S101 - a transport without one was given a URL
+        comes_back = isinstance(given, AbstractRobustConnection)
+        if given.is_closed or (not comes_back and not given.connected.is_set()):
+            raise TransportClosed("the connection to RabbitMQ that was given as rmq_connection is closed for good")
+        await given.connected.wait()
+        if given.transport is None:
+            raise TransportUnavailable("the connection that was given is not open")
+        return PlainWire(given.transport.connection)
+
+
+def _parsed(text: str | URL) -> URL:
+    """An error does not repeat the URL: it may hold a password."""
+    try:
+        url = URL(text)
+        port = url.port
+    except ValueError:
+        url, port = URL(""), None
+    if url.scheme not in ("amqp", "amqps") or not url.host:
+        raise ConfigurationError(
+            "rabbitmq_url is no URL of RabbitMQ: write for example amqp://user:password@host:5672/"
+        )
+    return url.with_port(port or (5671 if url.scheme == "amqps" else 5672))

@@ -1,0 +1,38 @@
+"""Appetite: how many messages a consumer has in its hands, more while it handles them quickly.
+
+What lies in one worker's hands is out of every other's reach, so a slow listener takes little. The broker fixes the
+number when a consumer begins: to change it, consuming begins anew on the same channel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+SHORT_WORK, LONG_WORK = 0.1, 1.0  # seconds for a whole prefetch, before the next is larger or smaller
+GROWTH = 4
+
+
+class Appetite:
+    """The prefetch of one consumer."""
+
+    def __init__(self, concurrency: int, most: int, now: float) -> None:
+        self._least = min(most, 2 * concurrency)
+        self._most = max(self._least, most // 2)  # what came before a change may be in hand beside what comes after it
+        self.prefetch = self._least
+        self.changed = asyncio.Event()
+        self._digested = 0
+        self._since = now
+
+    def digested(self, now: float) -> None:
+        """One more was settled."""
+        self._digested += 1
+        if self._digested < self.prefetch:
+            return
+        lasted, self._since, self._digested = now - self._since, now, 0
+        before = self.prefetch
+        if lasted < SHORT_WORK:
+            self.prefetch = min(self._most, self.prefetch * GROWTH)
+        elif lasted > LONG_WORK:
+            self.prefetch = max(self._least, self.prefetch // 2)
+        if self.prefetch != before:
+            self.changed.set()

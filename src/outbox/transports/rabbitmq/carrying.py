@@ -1,0 +1,155 @@
+"""Carrying: the next copy of a delivered message, confirmed before the delivery is acknowledged."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+from outbox.core.durations import NO_DELAY
+from outbox.core.errors import ConfigurationError, TransportUnavailable
+from outbox.core.events import Observer, Troubled
+from outbox.core.message import Message
+from outbox.core.pace import Pace
+from outbox.core.transport import Refusal
+from outbox.transports.rabbitmq.confirms import Answer, Outgoing
+from outbox.transports.rabbitmq.properties import Envelope
+from outbox.transports.rabbitmq.publishing import Publishing, Result
+from outbox.transports.rabbitmq.topology import Names, Topology, step
+
+SHORTEST_PAUSE, LONGEST_PAUSE = 0.2, 5.0  # seconds between two tries, doubling
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """What is carried on."""
+
+    queue: str  # as the broker calls it
+    message: Message
+    envelope: Envelope
+    headers: Mapping[str, object]  # of our own, for the next copy
+
+
+class Courier:
+    """Publishes copies, those of one moment in one batch."""
+
+    def __init__(
+        self,
+        publishing: Publishing,
+        names: Names,
+        declare: Callable[[Topology], Awaitable[object]],
+        observe: Observer,
+    ) -> None:
+        self._publishing = publishing
+        self._names = names
+        self._declare = declare
+        self._observe = observe
+        self.topology: Topology | None = None  # what was declared
+        self.writes_dead_letters = True  # whether the user may
+        self._batch: list[tuple[Outgoing, asyncio.Future[Result]]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def back(self, parcel: Parcel, delay: timedelta) -> bool:
+        """To its own queue, after a delay; whether it is safe there. False: nobody can take it."""
+        if not delay:
+            answer = await self._once(self._outgoing("", parcel))
+            if answer is not Answer.FORBIDDEN:
+                return answer is Answer.CONFIRMED or await self._again(parcel, NO_DELAY, answer)
+        return await self._again(parcel, delay, None)
+
+    async def to_the_dead(self, parcel: Parcel) -> bool:
+        """To the dead letters of its queue; False: this user may not, and the broker must do it."""
+        if not self.writes_dead_letters:
+            return False
+        outgoing = self._outgoing(self._names.dead_letter_exchange, parcel)
+        pace = Pace(LONGEST_PAUSE, SHORTEST_PAUSE)
+        while True:
+            answer = await self._once(outgoing)
+            if answer is Answer.CONFIRMED:
+                return True
+            if answer in (Answer.FORBIDDEN, Answer.MISSING, Answer.RETURNED) or isinstance(answer, Refusal):
+                return False
+            await self._pause(pace, parcel, answer)
+
+    async def back_at_once(self, parcel: Parcel) -> bool:
+        """To its own queue, if that works without another try."""
+        return await self._once(self._outgoing("", parcel)) is Answer.CONFIRMED
+
+    async def close(self) -> None:
+        """Nobody waits for answers any more."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def _again(self, parcel: Parcel, delay: timedelta, answer: Result | None) -> bool:
+        """Until it is confirmed, or until it is certain that it never will be."""
+        exchange = self._names.delay(self._held_back(delay)) if delay or answer is None else ""
+        outgoing = self._outgoing(exchange, parcel)
+        pace = Pace(LONGEST_PAUSE, SHORTEST_PAUSE)
+        if answer is None:
+            answer = await self._once(outgoing)
+        while answer is not Answer.CONFIRMED:
+            if isinstance(answer, Refusal) and answer.permanent:
+                return False
+            if answer in (Answer.MISSING, Answer.RETURNED) and exchange:
+                await self._make(delay, pace, parcel)
+            else:
+                await self._pause(pace, parcel, answer)
+            answer = await self._once(outgoing)
+        return True
+
+    async def _make(self, delay: timedelta, pace: Pace, parcel: Parcel) -> None:
+        """A delay that nobody could list beforehand is made when it is first wanted."""
+        try:
+            await self._declare(Topology.of_delay(self._names, self._held_back(delay)))
+        except (ConfigurationError, TransportUnavailable) as error:
+            await self._pause(pace, parcel, error)
+
+    def _held_back(self, delay: timedelta) -> timedelta:
+        return step(delay) if self.topology is None else self.topology.delay(delay)
+
+    def _outgoing(self, exchange: str, parcel: Parcel) -> Outgoing:
+        message = parcel.message
+        properties = parcel.envelope.carried_on(message.routing_key, message, parcel.headers)
+        return Outgoing(exchange, parcel.queue, properties, message.body, message.id)
+
+    async def _once(self, outgoing: Outgoing) -> Result:
+        answer: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+        if not self._batch:
+            task = asyncio.create_task(self._publish(), name="outbox copies")
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        self._batch.append((outgoing, answer))
+        return await answer
+
+    async def _publish(self) -> None:
+        batch, self._batch = self._batch, []
+        results: list[Result] = [Answer.UNKNOWN] * len(batch)
+        try:
+            results = await self._publishing.publish([outgoing for outgoing, _ in batch])
+        except Exception:  # noqa: BLE001, S110 - no answer, whatever the reason: it is tried again
+            pass
+        finally:
+            for (_, answer), result in zip(batch, results, strict=True):
+                if not answer.done():
+                    answer.set_result(result)
+
+    async def _pause(self, pace: Pace, parcel: Parcel, answer: object) -> None:
+        pause = pace.pause()
+        error = answer if isinstance(answer, Exception) else TransportUnavailable(_words(answer))
+        self._observe(Troubled(f"copies for {parcel.queue}", error, timedelta(seconds=pause)))
+        await asyncio.sleep(pause)
+
+
+def _words(answer: object) -> str:
+    match answer:
+        case Refusal(error):
+            return f"RabbitMQ refuses it: {error}"
+        case Answer.FORBIDDEN:
+            return "this user may not publish there: it needs the write permissions that `outbox topology` prints"
+        case Answer.REJECTED:
+            return "the queue takes no more"
+        case _:
+            return "RabbitMQ did not confirm it"

@@ -1,0 +1,416 @@
+"""Consuming: the deliveries of a queue, over as many channels as it takes one after another.
+
+Each listener has a channel of its own: what closes one closes no other, and a slow listener holds back nobody else's
+acknowledgements.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from typing import Any, assert_never
+
+import aio_pika
+from aiormq.abc import DeliveredMessage
+from pamqp import commands
+from pamqp.header import ContentHeader
+
+from outbox.core.attempt import Attempt, Dead, Done, Outcome, Reason, Released, RetryIn
+from outbox.core.durations import NO_DELAY
+from outbox.core.errors import TransportClosed, Undecodable
+from outbox.core.events import Observer, Troubled
+from outbox.core.landing import Landing
+from outbox.core.listener import Listener
+from outbox.core.message import BYTES, Message
+from outbox.core.pace import Pace
+from outbox.core.tracking import new_id
+from outbox.transports.rabbitmq.acknowledging import PATIENCE, Acknowledgements
+from outbox.transports.rabbitmq.appetite import Appetite
+from outbox.transports.rabbitmq.carrying import Courier, Parcel
+from outbox.transports.rabbitmq.channels import Channel, Incoming, Lost
+from outbox.transports.rabbitmq.link import Link
+from outbox.transports.rabbitmq.properties import CRASHES, ON_TRIAL, Envelope, after_failure, of_dead_letter
+from outbox.transports.rabbitmq.suspects import Key, Suspects, Verdict
+
+SETTLE_WITHIN = 0.002  # seconds that an acknowledgement waits for others to be written with it
+SHORTEST_PAUSE, LONGEST_PAUSE = 0.1, 2.0  # seconds between two tries to consume, doubling
+CLOSE_WITHIN = 5.0  # seconds that closing waits for copies to be confirmed, and then for the channel's end
+MOST_PREFETCH = 65_535
+ALONE_AFTER = 0.05  # seconds in which other suspects of the same moment go out of the way
+
+_NOT_FOUND = 404
+
+
+class RabbitmqDelivery:
+    """An attempt that a channel holds."""
+
+    __slots__ = ("attempt", "envelope", "incoming", "is_settled", "tray")
+
+    def __init__(self, attempt: Attempt, envelope: Envelope, incoming: Incoming, tray: Tray) -> None:
+        self.attempt = attempt
+        self.envelope = envelope
+        self.incoming = incoming
+        self.tray = tray
+        self.is_settled = False
+
+    @property
+    def raw(self) -> aio_pika.IncomingMessage:
+        """Built for those who ask for it. It cannot be acknowledged by hand: its end is its listener's."""
+        incoming = self.incoming
+        header = ContentHeader()
+        header.unmarshal(b"\x00" * 12 + incoming.properties)
+        deliver = commands.Basic.Deliver(
+            incoming.consumer_tag, incoming.tag, incoming.redelivered, incoming.exchange, incoming.routing_key
+        )
+        message = DeliveredMessage(delivery=deliver, header=header, body=incoming.body, channel=None)  # type: ignore[arg-type]
+        return aio_pika.IncomingMessage(message, no_ack=True)
+
+    def completion(self) -> None:
+        return None
+
+    def settle(self, outcome: Outcome) -> Landing:
+        landing = Landing()
+        if self.is_settled:
+            landing.cancel()
+            return landing
+        self.is_settled = True
+        self.tray.settle(self, outcome, landing)
+        return landing
+
+    @property
+    def key(self) -> Key:
+        return self.tray.queue, self.attempt.message.id
+
+    @property
+    def expired(self) -> bool:
+        expires_at = self.attempt.message.expires_at
+        return expires_at is not None and expires_at <= datetime.now(UTC)
+
+
+class Tray:
+    """What one channel delivered, until all of it is settled or the channel is gone."""
+
+    def __init__(self, channel: Channel, deliveries: RabbitmqDeliveries) -> None:
+        self._channel = channel
+        self._deliveries = deliveries
+        self._suspects = deliveries.suspects
+        self.queue = deliveries.queue
+        self._acknowledgements = Acknowledgements()
+        self._open: dict[int, RabbitmqDelivery] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.get_running_loop()
+        channel.ended.add_done_callback(lambda _: self._lost())
+
+    @property
+    def idle(self) -> bool:
+        return not self._open and not self._tasks
+
+    def take(self, incoming: Incoming) -> None:
+        """One delivery, in the moment in which it comes."""
+        try:
+            envelope = Envelope.read(incoming.properties)
+        except Undecodable:
+            self._acknowledgements.settled(incoming.tag)
+            self._channel.settle((), [(incoming.tag, False)])  # only the broker can carry what nobody can read
+            return
+        try:
+            message = envelope.message(incoming.routing_key, incoming.body)
+            verdict, crashes = self._suspects.judge(envelope, (self.queue, message.id), self._deliveries.listener)
+            attempt = Attempt(message, envelope.attempt_count, incoming.tag, crashes)
+        except Undecodable as error:
+            delivery = RabbitmqDelivery(_unread(incoming, envelope), envelope.without_ours(), incoming, self)
+            self._open[incoming.tag] = delivery
+            delivery.settle(Dead(Reason.UNDECODABLE, str(error)))
+            return
+        delivery = self._open[incoming.tag] = RabbitmqDelivery(attempt, envelope, incoming, self)
+        if verdict is Verdict.TRUSTED or verdict is Verdict.CONDEMNED:
+            self._deliveries.ready(delivery)
+        elif verdict is Verdict.SUSPECT:
+            self._suspects.wait(delivery.key, partial(self._send_to_trial, delivery))
+        elif self._suspects.begin(delivery.key):
+            self._start(self._try_alone(delivery))
+        else:
+            delivery.is_settled = True
+            self._start(self._retry(delivery, Landing(), {CRASHES: crashes}, NO_DELAY))
+
+    def settle(self, delivery: RabbitmqDelivery, outcome: Outcome, landing: Landing) -> None:
+        if delivery.envelope.on_trial:
+            self._suspects.end(delivery.key)
+        tag = delivery.incoming.tag
+        if self._channel.ended.done():
+            landing.set_result(False)
+            return
+        match outcome:
+            case Done():
+                self._done(tag, landing)
+            case RetryIn(delay, error):
+                headers = {**after_failure(delivery.attempt, delivery.envelope, error), CRASHES: None}
+                self._start(self._retry(delivery, landing, headers, delay))
+            case Dead():
+                self._start(self._bury(delivery, landing, outcome))
+            case Released() if delivery.envelope.returned or delivery.envelope.crashes is not None:
+                # A second return would begin to look like a crash. A new copy has none.
+                crashes = delivery.attempt.crash_count or None
+                self._start(self._give_back(delivery, landing, {CRASHES: crashes}))
+            case Released():
+                self._nack(tag, landing, requeue=True)
+            case _:
+                assert_never(outcome)
+
+    async def close(self) -> None:
+        """Write what is known and let the channel go; what is not settled comes back."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=CLOSE_WITHIN)
+        for task in self._tasks:
+            task.cancel()
+        self._flush(patience=0.0)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_WITHIN):
+                await self._channel.close()
+
+    async def stop(self) -> None:
+        """Take no more."""
+        with suppress(Lost, TimeoutError):
+            await self._channel.cancel()
+
+    def _send_to_trial(self, delivery: RabbitmqDelivery) -> bool:
+        if delivery.is_settled or delivery.incoming.tag not in self._open:
+            return False
+        delivery.is_settled = True
+        headers: dict[str, object] = {CRASHES: delivery.attempt.crash_count, ON_TRIAL: True}
+        self._start(self._retry(delivery, Landing(), headers, NO_DELAY))
+        return True
+
+    async def _try_alone(self, delivery: RabbitmqDelivery) -> None:
+        """Have it ready when all other suspects are back at the broker."""
+        await asyncio.sleep(ALONE_AFTER)
+        self._flush(patience=0.0)
+        await self._channel.heard()
+        self._deliveries.ready(delivery)
+
+    # How deliveries end.
+
+    async def _retry(
+        self, delivery: RabbitmqDelivery, landing: Landing, headers: dict[str, object], delay: timedelta
+    ) -> None:
+        if await self._deliveries.courier.back(self._parcel(delivery, headers), delay):
+            self._done(delivery.incoming.tag, landing)
+        else:
+            self._nack(delivery.incoming.tag, landing, requeue=False)
+
+    async def _bury(self, delivery: RabbitmqDelivery, landing: Landing, outcome: Dead) -> None:
+        headers = of_dead_letter(delivery.attempt, delivery.envelope, self._deliveries.listener.queue, outcome)
+        if await self._deliveries.courier.to_the_dead(self._parcel(delivery, headers)):
+            self._done(delivery.incoming.tag, landing)
+        else:
+            self._nack(delivery.incoming.tag, landing, requeue=False)
+
+    async def _give_back(self, delivery: RabbitmqDelivery, landing: Landing, headers: dict[str, object]) -> None:
+        if await self._deliveries.courier.back_at_once(self._parcel(delivery, headers)):
+            self._done(delivery.incoming.tag, landing)
+        else:
+            self._nack(delivery.incoming.tag, landing, requeue=True)
+
+    def _parcel(self, delivery: RabbitmqDelivery, headers: dict[str, object]) -> Parcel:
+        return Parcel(self._deliveries.queue, delivery.attempt.message, delivery.envelope, headers)
+
+    def _start(self, ending: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(ending, name=f"outbox end of a delivery of {self._deliveries.queue}")
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._channel.retire(f"a delivery could not be settled: {task.exception()}")  # it comes back
+
+    def _done(self, tag: int, landing: Landing) -> None:
+        if self._open.pop(tag, None) is None:
+            landing.set_result(False)
+            return
+        self._deliveries.settled()
+        self._acknowledgements.done(tag, landing, self._loop.time())
+        if self._timer is None:
+            self._timer = self._loop.call_later(SETTLE_WITHIN, self._flush)
+
+    def _nack(self, tag: int, landing: Landing, *, requeue: bool) -> None:
+        known = self._open.pop(tag, None) is not None
+        if known:
+            self._acknowledgements.settled(tag)
+            self._channel.settle((), [(tag, requeue)])
+        landing.set_result(known)
+
+    def _flush(self, patience: float = PATIENCE) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._channel.ended.done():
+            return
+        words = self._acknowledgements.words(self._loop.time(), patience)
+        if words.acks:
+            self._channel.settle(words.acks)
+        for landing in words.landings:
+            landing.set_result(True)
+        if self._acknowledgements.waiting:
+            self._timer = self._loop.call_later(PATIENCE, self._flush)
+
+    def _lost(self) -> None:
+        """The channel is gone, and with it every hold on what it delivered."""
+        for delivery in self._open.values():
+            self._suspects.forgive(delivery.envelope, delivery.key)
+            self._suspects.end(delivery.key)
+        self._open.clear()
+        for landing in self._acknowledgements.abandon():
+            landing.set_result(False)
+        for task in self._tasks:
+            task.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+        self._deliveries.lost(self)
+
+
+class RabbitmqDeliveries:
+    """The deliveries of one listener's queue."""
+
+    def __init__(
+        self,
+        listener: Listener,
+        queue: str,
+        prefetch: int,
+        *,
+        link: Link,
+        courier: Courier,
+        suspects: Suspects,
+        declare: Callable[[], Awaitable[None]],
+        observe: Observer,
+        trays: set[Tray],
+    ) -> None:
+        self.listener = listener
+        self.queue = queue
+        self.courier = courier
+        self.suspects = suspects
+        self._appetite = Appetite(listener.concurrency, min(prefetch, MOST_PREFETCH), time.monotonic())
+        self._link = link
+        self._declare = declare
+        self._observe = observe
+        self._trays = trays  # of the whole transport, which closes them
+        self._tray: Tray | None = None
+        self._ready: deque[RabbitmqDelivery] = deque()
+        self._arrived = asyncio.Event()
+        self._keeping: asyncio.Task[None] | None = None
+        self._closed = False
+
+    def __aiter__(self) -> RabbitmqDeliveries:
+        return self
+
+    async def __anext__(self) -> RabbitmqDelivery:
+        if self._keeping is None and not self._closed:
+            self._keeping = asyncio.create_task(self._keep(), name=f"outbox consumer of {self.queue}")
+        while True:
+            while not self._ready:
+                if self._keeping is None or self._closed:
+                    raise StopAsyncIteration
+                if self._keeping.done():
+                    self._keeping.result()  # raises what ended it
+                self._arrived.clear()
+                await self._arrived.wait()
+            delivery = self._ready.popleft()
+            if not delivery.expired:
+                return delivery
+            delivery.settle(Dead(Reason.EXPIRED, "its expiration passed before a listener took it"))
+
+    async def aclose(self) -> None:
+        """Consume no more and give back what nobody took. Deliveries that were taken stay until they are settled."""
+        self._closed = True
+        self._arrived.set()
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.wait([self._keeping])
+        tray = self._tray
+        if tray is not None:
+            await tray.stop()
+        while self._ready:
+            self._ready.popleft().settle(Released())
+        if tray is not None and tray.idle:
+            await self._close(tray)
+
+    def ready(self, delivery: RabbitmqDelivery) -> None:
+        if self._closed:
+            delivery.settle(Released())
+        else:
+            self._ready.append(delivery)
+            self._arrived.set()
+
+    def settled(self) -> None:
+        self._appetite.digested(time.monotonic())
+
+    def lost(self, tray: Tray) -> None:
+        """What came by this channel comes again by another."""
+        self._ready = deque(delivery for delivery in self._ready if delivery.tray is not tray)
+        self._trays.discard(tray)
+        if self._tray is tray:
+            self._tray = None
+
+    async def _close(self, tray: Tray) -> None:
+        await tray.close()
+        self._trays.discard(tray)
+
+    async def _keep(self) -> None:
+        """Consume; after every end, consume again."""
+        pace = Pace(LONGEST_PAUSE, SHORTEST_PAUSE)
+        try:
+            while True:
+                try:
+                    raise await self._consume(pace)
+                except TransportClosed:
+                    raise
+                except Exception as error:  # noqa: BLE001 - a consumer outlives whatever its broker does
+                    pause = pace.pause()
+                    self._observe(Troubled(f"consumer of {self.queue}", error, timedelta(seconds=pause)))
+                    await asyncio.sleep(pause)
+        finally:
+            self._arrived.set()
+
+    async def _consume(self, pace: Pace) -> Exception:
+        """From one beginning to its end, and why it ended."""
+        wire = await self._link.wire(within=LONGEST_PAUSE)
+        channel = await wire.channel()
+        tray = self._tray = Tray(channel, self)
+        self._trays.add(tray)
+        try:
+            await channel.consume(self.queue, self._appetite.prefetch, tray.take)
+        except Lost as error:
+            if error.ended.code == _NOT_FOUND:
+                await self._declare()
+            return error
+        pace.reset()
+        while not channel.ended.done():
+            self._appetite.changed.clear()
+            await _either(channel.ended, self._appetite.changed)
+            if not channel.ended.done():
+                await channel.cancel()
+                await channel.consume(self.queue, self._appetite.prefetch, tray.take)
+        return Lost(channel.ended.result())
+
+
+async def _either(ended: asyncio.Future[Any], changed: asyncio.Event) -> None:
+    changing = asyncio.ensure_future(changed.wait())
+    try:
+        await asyncio.wait([ended, changing], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        changing.cancel()
+
+
+def _unread(incoming: Incoming, envelope: Envelope) -> Attempt:
+    """What stands for a message whose headers nobody can read."""
+    message_id = envelope.text("message_id") or new_id()
+    message = Message(
+        routing_key=incoming.routing_key, body=incoming.body, content_type=BYTES, tracking_ids=(message_id,)
+    )
+    return Attempt(message, 1, incoming.tag)

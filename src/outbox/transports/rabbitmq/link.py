@@ -1,0 +1,131 @@
+"""Link: a supervised connection. It notices its end and opens again; everything on it is built anew by its users."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from datetime import timedelta
+
+import aiormq
+
+from outbox.core.errors import ConfigurationError, TransportClosed, TransportUnavailable
+from outbox.core.events import Observer, Troubled
+from outbox.core.pace import Pace
+from outbox.transports.rabbitmq.channels import Wire
+
+CONNECT_WITHIN = 5.0  # seconds for the socket, the handshake and the login together
+SHORTEST_PAUSE, LONGEST_PAUSE = 0.1, 2.0  # seconds between two tries, doubling: a broker that is back is soon found
+CLOSE_WITHIN = 5.0
+
+Connect = Callable[[], Awaitable[Wire]]
+
+
+class Link:
+    """One connection at a time, from `open` to `close`."""
+
+    def __init__(self, connect: Connect, *, name: str, observe: Observer) -> None:
+        self._connect = connect
+        self._name = name
+        self._observe = observe
+        self._wire: Wire | None = None
+        self._failure: Exception = ConnectionError("not connected yet")
+        self._tried = asyncio.Event()  # the first try is over
+        self._connected = asyncio.Event()
+        self._keeping: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        """Try once to connect. Who is not there yet may come; who refuses us will go on doing so."""
+        if self._keeping is None:
+            self._keeping = asyncio.create_task(self._keep(), name=f"outbox {self._name}")
+        await self._tried.wait()
+        if self._wire is None and isinstance(self._failure, ConfigurationError | TransportClosed):
+            raise self._failure
+
+    async def wire(self, within: float = 0.0) -> Wire:
+        """The connection; TransportUnavailable if there is none within so many seconds."""
+        await self.open()
+        if self._wire is None and within:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(within):
+                    await self._connected.wait()
+        if isinstance(self._failure, TransportClosed):
+            raise self._failure
+        if self._wire is None:
+            raise TransportUnavailable(f"RabbitMQ is away: {self._failure}")
+        return self._wire
+
+    def _blocked(self, reason: str) -> None:
+        self._observe(Troubled(self._name, blocked(reason), timedelta(0)))
+
+    async def close(self) -> None:
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.wait([self._keeping], timeout=CLOSE_WITHIN)
+            self._keeping = None
+
+    async def _keep(self) -> None:
+        pace = Pace(LONGEST_PAUSE, SHORTEST_PAUSE)
+        try:
+            while True:
+                try:
+                    await self._once(pace)
+                except TransportClosed as error:
+                    self._failure = error
+                    self._connected.set()
+                    return
+                except Exception as error:  # noqa: BLE001 - whatever it is, the next try may go better
+                    self._failure = error
+                self._tried.set()
+                pause = pace.pause()
+                self._observe(Troubled(self._name, self._failure, timedelta(seconds=pause)))
+                await asyncio.sleep(pause)
+        finally:
+            self._tried.set()
+
+    async def _once(self, pace: Pace) -> None:
+        """From one opening to its end."""
+        try:
+            async with asyncio.timeout(CONNECT_WITHIN):
+                wire = await self._connect()
+        except TimeoutError:
+            raise TransportUnavailable(f"no answer within {CONNECT_WITHIN:g} s") from None
+        try:
+            pace.reset()
+            self._wire = wire
+            wire.on_blocked = self._blocked
+            self._tried.set()
+            self._connected.set()
+            ended = await asyncio.shield(wire.ended)
+            self._failure = ConnectionError(ended.text)
+        finally:
+            self._wire = None
+            self._connected.clear()
+            with suppress(Exception):
+                async with asyncio.timeout(CLOSE_WITHIN):
+                    await wire.close()
+
+
+def blocked(reason: str) -> TransportUnavailable:
+    """What a publisher is told while the broker has an alarm."""
+    return TransportUnavailable(f"RabbitMQ takes no messages at the moment: {reason}")
+
+
+def refusal(error: BaseException, where: str) -> Exception:
+    """What a failed try to connect means. The client library's texts may repeat the URL, and with it the password."""
+    match error:
+        case aiormq.exceptions.ProbableAuthenticationError() | aiormq.exceptions.AuthenticationError():
+            return ConfigurationError(f"{where} refuses the user or its password: check rabbitmq_url")
+        case aiormq.exceptions.ConnectionNotAllowed():
+            return ConfigurationError(
+                f"{where} refuses the virtual host: check rabbitmq_url and the user's permissions"
+            )
+        case _:
+            return TransportUnavailable(f"{where}: {_words(error)}")
+
+
+def _words(error: BaseException) -> str:
+    cause = error.__cause__
+    if isinstance(cause, OSError):
+        return cause.strerror or type(cause).__name__
+    return type(error).__name__ if not isinstance(error, aiormq.exceptions.AMQPError) else str(error.args[-1:] or error)

@@ -1,0 +1,96 @@
+"""Management: RabbitMQ's HTTP interface, asked for what AMQP does not tell."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass
+from http.client import HTTPException
+from typing import Any
+from urllib.error import HTTPError
+from urllib.parse import quote, unquote, urlsplit
+from urllib.request import Request, urlopen
+
+from outbox.core.errors import ConfigurationError
+from outbox.transports.rabbitmq.topology import QueueBinding
+
+PORT, SECURE_PORT = 15672, 15671  # where it listens unless it was told otherwise
+PATIENCE = 10.0  # seconds for an answer
+
+_MEANING = {
+    401: "it does not know this user, or the user has no `management` tag",
+    404: "this is another server, or it has no such virtual host",
+}
+
+
+class ManagementAway(Exception):
+    """The interface does not answer as it should; the text says how."""
+
+
+@dataclass(frozen=True, slots=True)
+class SeenQueue:
+    """A queue as it exists."""
+
+    arguments: Mapping[str, object]
+    durable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a virtual host has, without what every virtual host has."""
+
+    exchanges: Mapping[str, str]  # their types
+    queues: Mapping[str, SeenQueue]
+    bindings: frozenset[QueueBinding]
+
+
+async def see(management_url: str, broker_url: str) -> Seen:
+    """Ask for everything; the broker's URL says who asks and for which virtual host, unless the other one says who."""
+    vhost = quote(unquote(urlsplit(broker_url).path[1:]) or "/", safe="")
+    address = management_url or management_url_of(broker_url)
+    user = _user(address) or _user(broker_url) or "guest:guest"
+    exchanges, queues, bindings = [
+        await asyncio.to_thread(_ask, address, f"{kind}/{vhost}", user) for kind in ("exchanges", "queues", "bindings")
+    ]
+    return Seen(
+        {each["name"]: each["type"] for each in exchanges},
+        {each["name"]: SeenQueue(each["arguments"], each["durable"]) for each in queues},
+        frozenset(
+            QueueBinding(each["source"], each["destination"], each["routing_key"])
+            for each in bindings
+            if each["source"] and each["destination_type"] == "queue"
+        ),
+    )
+
+
+def management_url_of(broker_url: str) -> str:
+    """Where the interface of a broker usually is."""
+    url = urlsplit(broker_url)
+    host = f"[{url.hostname}]" if ":" in (url.hostname or "") else url.hostname or "localhost"
+    return f"https://{host}:{SECURE_PORT}" if url.scheme == "amqps" else f"http://{host}:{PORT}"
+
+
+def _ask(address: str, path: str, user: str) -> Any:
+    url = urlsplit(address)
+    if url.scheme not in ("http", "https") or not url.hostname:
+        raise ConfigurationError("the management interface's URL begins with http:// or https:// and names a host")
+    place = url._replace(netloc=url.netloc.rpartition("@")[2], path=f"{url.path.rstrip('/')}/api/{path}", query="")
+    token = base64.b64encode(user.encode()).decode()
+    request = Request(place.geturl(), headers={"Authorization": f"Basic {token}"})  # noqa: S310 - http or https
+    try:
+        with urlopen(request, timeout=PATIENCE) as answer:  # noqa: S310
+            return json.load(answer)
+    except HTTPError as error:
+        raise ManagementAway(f"{error.code}, {_MEANING.get(error.code, error.reason)}") from None
+    except (OSError, HTTPException, ssl.SSLError) as error:
+        raise ManagementAway(str(getattr(error, "reason", error)) or type(error).__name__) from None
+    except ValueError:
+        raise ManagementAway("its answer is no JSON") from None
+
+
+def _user(address: str) -> str:
+    url = urlsplit(address)
+    return f"{unquote(url.username)}:{unquote(url.password or '')}" if url.username else ""

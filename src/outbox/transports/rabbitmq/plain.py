@@ -1,0 +1,250 @@
+"""Plain: channels by the client library's public interface, for connections that were given to us."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import aiormq
+from aiormq.abc import AbstractChannel, AbstractConnection, DeliveredMessage
+from pamqp import commands
+from pamqp.header import ContentHeader
+
+from outbox.core.cancellation import cancelled_from_outside
+from outbox.transports.rabbitmq.channels import Ended, Incoming, Lost
+from outbox.transports.rabbitmq.confirms import Answer, Outgoing
+from outbox.transports.rabbitmq.frames import ANSWER_WITHIN, next_tag, version_of
+
+T = TypeVar("T")
+
+ENDED_WITHIN = 2.0  # seconds: the library lets go of what waits for an answer before it says why
+
+
+class PlainWire:
+    """A connection of aiormq's."""
+
+    def __init__(self, connection: AbstractConnection, *, ours: bool = False) -> None:
+        self._connection = connection
+        self._ours = ours  # whether it may be closed here
+        self.on_blocked: Callable[[str], object] = lambda reason: None  # the library tells nobody but its log
+        self.ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
+        connection.closing.add_done_callback(self._end)
+
+    @property
+    def server_version(self) -> tuple[int, ...] | None:
+        return version_of(getattr(self._connection, "server_properties", None))
+
+    async def blocked(self) -> str | None:
+        ready = asyncio.ensure_future(self._connection.ready())
+        try:
+            for _ in range(3):  # it needs no more turns of the loop, unless it waits
+                await asyncio.sleep(0)
+            return None if ready.done() else "the broker takes no publishes"
+        finally:
+            ready.cancel()
+
+    async def channel(self) -> PlainChannel:
+        return PlainChannel(await self._open(publisher_confirms=True, on_return_raises=True))
+
+    async def client_channel(self) -> AbstractChannel:
+        return await self._open(publisher_confirms=False)
+
+    async def close(self) -> None:
+        if self._ours:
+            await self._connection.close()
+        if not self.ended.done():
+            self.ended.set_result(Ended("closed"))
+
+    async def _open(self, **options: bool) -> AbstractChannel:
+        return await _asked(self._connection.channel(timeout=ANSWER_WITHIN, **options))
+
+    def _end(self, closing: asyncio.Future[Any]) -> None:
+        if not self.ended.done():
+            self.ended.set_result(_ended_by(closing))
+
+
+class PlainChannel:
+    """A channel of aiormq's."""
+
+    def __init__(self, channel: AbstractChannel) -> None:
+        self._channel = channel
+        self.ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
+        channel.closing.add_done_callback(lambda closing: self._end(_ended_by(closing)))
+        self._settling: asyncio.Queue[Awaitable[None] | None] = asyncio.Queue()
+        self._writer: asyncio.Task[None] | None = None
+        self._consumer_tag = ""
+        self._prefetch = 0
+        self._in_flight: dict[str, asyncio.Future[Answer]] = {}
+
+    async def publish(self, batch: Sequence[Outgoing], within: float) -> list[Answer]:
+        if self.ended.done():
+            raise Lost(self.ended.result())
+        tasks = [asyncio.ensure_future(self._publish(outgoing)) for outgoing in batch]
+        try:
+            await asyncio.wait(tasks, timeout=within)
+        finally:
+            open_ones = [task for task in tasks if not task.done()]
+            for task in open_ones:
+                task.cancel()
+        answers = [Answer.UNKNOWN if task in open_ones or task.cancelled() else task.result() for task in tasks]
+        if Answer.UNKNOWN in answers:
+            if not open_ones:
+                await asyncio.wait([self.ended], timeout=ENDED_WITHIN)
+            self.retire(f"no answer to a publish within {within:g} s")
+        return answers
+
+    async def consume(self, queue: str, prefetch: int, taken: Callable[[Incoming], object]) -> None:
+        async def on_message(message: DeliveredMessage) -> None:
+            if not self.ended.done():
+                taken(_incoming(message))
+
+        async def on_cancel(frame: commands.Basic.Cancel) -> None:
+            self.retire("the broker cancelled the consumer: its queue was deleted, or moves to another node")
+
+        if self._writer is None:
+            self._channel.on_consumer_cancel_callbacks.add(on_cancel)
+            self._writer = asyncio.create_task(self._write(), name="outbox acknowledgements")
+        self._consumer_tag = next_tag(self._consumer_tag)
+        self._prefetch = prefetch
+        await self.heard()
+        await _asked(
+            self._channel.basic_consume(queue, on_message, consumer_tag=self._consumer_tag, timeout=ANSWER_WITHIN)
+        )
+
+    async def cancel(self) -> None:
+        await _asked(self._channel.basic_cancel(self._consumer_tag, timeout=ANSWER_WITHIN))
+
+    def settle(self, acks: Sequence[tuple[int, bool]], nacks: Sequence[tuple[int, bool]] = ()) -> None:
+        if self.ended.done():
+            return
+        for tag, multiple in acks:
+            self._settling.put_nowait(self._channel.basic_ack(tag, multiple, wait=False))
+        for tag, requeue in nacks:
+            self._settling.put_nowait(self._channel.basic_nack(tag, requeue=requeue, wait=False))
+
+    async def heard(self) -> None:
+        await self._settling.join()
+        await _asked(self._channel.basic_qos(prefetch_count=self._prefetch, timeout=ANSWER_WITHIN))
+
+    def retire(self, reason: str) -> None:
+        if not self.ended.done():
+            self._end(Ended(reason))
+            closing = asyncio.ensure_future(self._channel.close())
+            closing.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+    async def close(self) -> None:
+        if self._writer is not None and not self.ended.done():
+            self._settling.put_nowait(None)
+            await asyncio.wait([self._writer], timeout=ANSWER_WITHIN)
+        with suppress(RuntimeError, TimeoutError, aiormq.exceptions.AMQPError):
+            async with asyncio.timeout(ANSWER_WITHIN):
+                await self._channel.close()
+        self._end(Ended("closed"))
+
+    async def _publish(self, outgoing: Outgoing) -> Answer:
+        """The library tells returns apart by message id, so of two with the same id one waits for the other."""
+        while (before := self._in_flight.get(outgoing.id)) is not None:
+            await asyncio.wait([before])
+        answered = self._in_flight[outgoing.id] = asyncio.get_running_loop().create_future()
+        try:
+            return await self._answer(outgoing)
+        finally:
+            del self._in_flight[outgoing.id]
+            answered.cancel()
+
+    async def _answer(self, outgoing: Outgoing) -> Answer:
+        header = ContentHeader()
+        header.unmarshal(b"\x00" * 12 + outgoing.properties)
+        try:
+            answer = await self._channel.basic_publish(
+                outgoing.body,
+                exchange=outgoing.exchange,
+                routing_key=outgoing.routing_key,
+                properties=header.properties,
+                mandatory=True,
+            )
+        except aiormq.exceptions.PublishError:
+            return Answer.RETURNED
+        except aiormq.exceptions.DeliveryError:
+            return Answer.REJECTED
+        except asyncio.CancelledError:
+            if cancelled_from_outside():
+                raise
+            return Answer.UNKNOWN  # the library's own end, not ours
+        except Exception:  # noqa: BLE001 - whatever it was, it was no acknowledgement
+            return Answer.UNKNOWN
+        return Answer.CONFIRMED if type(answer) is commands.Basic.Ack else Answer.UNKNOWN
+
+    async def _write(self) -> None:
+        """Settle in the order in which it was asked for."""
+        while (settling := await self._settling.get()) is not None:
+            try:
+                await settling
+            except Exception as error:  # noqa: BLE001 - what is not settled comes back
+                self.retire(f"it could not be settled: {error}")
+            finally:
+                self._settling.task_done()
+
+    def _end(self, ended: Ended) -> None:
+        if not self.ended.done():
+            self.ended.set_result(ended)
+            if self._writer is not None:
+                self._settling.put_nowait(None)
+
+
+async def _asked(answering: Awaitable[T]) -> T:
+    """The library's answer. It may swallow a cancellation that comes at the same moment, or throw one of its own."""
+    try:
+        answer = await answering
+    except asyncio.CancelledError:
+        if cancelled_from_outside():
+            raise
+        raise Lost(Ended("the connection fell silent")) from None
+    except (RuntimeError, aiormq.exceptions.AMQPError) as error:
+        raise Lost(_ended(error)) from error
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
+    return answer
+
+
+def _incoming(message: DeliveredMessage) -> Incoming:
+    try:
+        properties = message.header.properties.marshal()
+    except (TypeError, ValueError):
+        properties = b""  # nobody can read them, which makes it a dead letter
+    return Incoming(
+        message.delivery_tag or 0,
+        bool(message.redelivered),
+        message.exchange or "",
+        message.routing_key or "",
+        message.consumer_tag or "",
+        properties,
+        message.body,
+    )
+
+
+def _ended_by(closing: asyncio.Future[Any]) -> Ended:
+    if closing.cancelled():
+        return Ended("closed")
+    error = closing.exception()
+    return Ended("closed") if error is None else _ended(error)
+
+
+def _ended(error: BaseException) -> Ended:
+    text = str(error.args[-1] if error.args else error) or type(error).__name__
+    return Ended(text, next((code for kind, code in _CODES.items() if isinstance(error, kind)), None))
+
+
+_CODES: dict[type[BaseException], int] = {
+    aiormq.exceptions.ChannelAccessRefused: 403,
+    aiormq.exceptions.ChannelNotFoundEntity: 404,
+    aiormq.exceptions.ChannelLockedResource: 405,
+    aiormq.exceptions.ChannelPreconditionFailed: 406,
+    aiormq.exceptions.ConnectionFrameError: 501,
+    aiormq.exceptions.ConnectionSyntaxError: 502,
+    aiormq.exceptions.ConnectionChannelError: 504,
+    aiormq.exceptions.ConnectionUnexpectedFrame: 505,
+}

@@ -1,0 +1,165 @@
+"""Publishing: batches on one channel, each message with an answer of its own. One that is bad is found and left out."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+
+from outbox.core.errors import TransportUnavailable
+from outbox.core.transport import Refusal
+from outbox.transports.rabbitmq.channels import Channel, Ended, Lost, Wire
+from outbox.transports.rabbitmq.confirms import Answer, Outgoing
+from outbox.transports.rabbitmq.link import Link, blocked
+
+CLOSE_WITHIN = 5.0  # seconds
+BACK_WITHIN = 5.0  # seconds that the search for a bad message waits for a connection which that message closed
+ANSWER_WITHIN = 20.0  # seconds for the answers to a batch; then the channel is given up
+
+Result = Answer | Refusal
+
+# What the broker says when it closes a channel over an exchange, and not over the message.
+_EXCHANGE = re.compile(r"(?:no exchange|access to exchange) '(?P<name>.*?)' in vhost")
+_NOT_FOUND, _ACCESS_REFUSED, _PRECONDITION_FAILED = 404, 403, 406
+# These may be the doing of one message: too large, a header it cannot read, a topic that is not allowed.
+# 504: the client library may go on writing to a channel that was closed over one.
+_MESSAGES_FAULT = frozenset({311, _ACCESS_REFUSED, _PRECONDITION_FAILED, 501, 502, 504, 505})
+
+
+class Publishing:
+    """Any number of batches at once on the current connection's channel."""
+
+    def __init__(self, link: Link, *, within: float = ANSWER_WITHIN) -> None:
+        self._link = link
+        self._within = within
+        self._channel: Channel | None = None
+        self._opening = asyncio.Lock()
+
+    async def publish(self, batch: Sequence[Outgoing]) -> list[Result]:
+        """What became of each. Raises TransportUnavailable if nothing was sent."""
+        until = asyncio.get_running_loop().time() + self._within
+        channel = await self._ready()
+        try:
+            answers: list[Result] = list(await channel.publish(batch, self._within))
+        except Lost as error:
+            raise TransportUnavailable(f"RabbitMQ is away: {error}") from error
+        unknown = [position for position, answer in enumerate(answers) if answer is Answer.UNKNOWN]
+        if unknown and channel.ended.done() and _can_be_told_apart(channel.ended.result()):
+            search = _Search(self._private_channel, batch, answers, until)
+            await search.over(unknown, channel.ended.result())
+        return answers
+
+    async def close(self) -> None:
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(CLOSE_WITHIN):
+                    await channel.close()
+
+    async def _ready(self) -> Channel:
+        """The shared channel, opened anew after its end or its connection's."""
+        wire = await self._unblocked()
+        if self._channel is None or self._channel.ended.done():
+            async with self._opening:
+                if self._channel is None or self._channel.ended.done():
+                    self._channel = await _open(wire)
+        return self._channel
+
+    async def _private_channel(self) -> Channel:
+        """A message may have closed the whole connection: that one is opened again."""
+        until = asyncio.get_running_loop().time() + BACK_WITHIN
+        while True:
+            try:
+                return await _open(await self._unblocked())
+            except TransportUnavailable:
+                if asyncio.get_running_loop().time() > until:
+                    raise
+                await asyncio.sleep(BACK_WITHIN / 50)
+
+    async def _unblocked(self) -> Wire:
+        wire = await self._link.wire()
+        reason = await wire.blocked()
+        if reason is not None:
+            raise blocked(reason)
+        return wire
+
+
+class _Search:
+    """Publishes the unanswered part of a batch again, in ever smaller parts, until what is bad stands alone.
+
+    On channels of its own: what closes them closes nobody else's.
+    """
+
+    def __init__(
+        self,
+        open_channel: Callable[[], Awaitable[Channel]],
+        batch: Sequence[Outgoing],
+        answers: list[Result],
+        until: float,
+    ) -> None:
+        self._open = open_channel
+        self._batch = batch
+        self._answers = answers
+        self._until = until
+        self._channel: Channel | None = None
+
+    async def over(self, positions: list[int], ended: Ended) -> None:
+        parts = self._without_fault(positions, ended)
+        try:
+            while parts:
+                part = parts.pop()
+                left = self._until - asyncio.get_running_loop().time()
+                if left <= 0:
+                    return
+                ended = await self._send(part, left)
+                unknown = [position for position in part if self._answers[position] is Answer.UNKNOWN]
+                if unknown:
+                    if not _can_be_told_apart(ended):
+                        return
+                    parts += self._without_fault(unknown, ended)
+        except (TransportUnavailable, Lost):
+            return  # what has no answer by now is in doubt
+        finally:
+            if self._channel is not None:
+                await self._channel.close()
+
+    async def _send(self, part: list[int], within: float) -> Ended:
+        if self._channel is None or self._channel.ended.done():
+            self._channel = await self._open()
+        answers = await self._channel.publish([self._batch[position] for position in part], within)
+        for position, answer in zip(part, answers, strict=True):
+            self._answers[position] = answer
+        return self._channel.ended.result() if self._channel.ended.done() else Ended("")
+
+    def _without_fault(self, positions: list[int], ended: Ended) -> list[list[int]]:
+        """What is worth another try, in parts that are smaller or free of what was named."""
+        exchange = _EXCHANGE.search(ended.text)
+        if exchange is not None:
+            answer = Answer.MISSING if ended.code == _NOT_FOUND else Answer.FORBIDDEN
+            named = _named(exchange["name"])
+            for position in positions:
+                if self._batch[position].exchange == named:
+                    self._answers[position] = answer
+            rest = [position for position in positions if self._answers[position] is Answer.UNKNOWN]
+            return [rest] if rest and len(rest) < len(positions) else []
+        if len(positions) == 1:
+            self._answers[positions[0]] = Refusal(ended.text, permanent=ended.code != _ACCESS_REFUSED)
+            return []
+        middle = len(positions) // 2
+        return [positions[middle:], positions[:middle]]
+
+
+def _can_be_told_apart(ended: Ended) -> bool:
+    return ended.code in _MESSAGES_FAULT or (ended.code == _NOT_FOUND and _EXCHANGE.search(ended.text) is not None)
+
+
+def _named(exchange: str) -> str:
+    return "" if exchange == "amq.default" else exchange
+
+
+async def _open(wire: Wire) -> Channel:
+    try:
+        return await wire.channel()
+    except (Lost, TimeoutError) as error:
+        raise TransportUnavailable(f"RabbitMQ opens no channel: {str(error) or 'no answer'}") from error

@@ -1,0 +1,96 @@
+"""Suspects: messages that may have killed their worker.
+
+The broker counts how often it got a message back without an end. That is no count of crashes: it counts the whole
+prefetch of a worker that died, and what was given back on purpose. So it makes a message a suspect, no more.
+
+Suspects wait in a line, one of each process is tried at a time. For its trial it is published anew, with a header that
+says so: whoever gets that copy starts its listener, and if the copy comes back, its worker died of it. The last crash
+that condemns a message is always one of these.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from enum import Enum, auto
+
+from outbox.core.listener import Listener
+from outbox.transports.rabbitmq.properties import Envelope
+
+RESERVED_FOR = 2.0  # seconds in which a copy for trial may come to another process, or wait behind many others
+MOST_FORGIVEN = 50_000  # messages whose return was no crash, remembered
+
+Key = tuple[str, str | None]  # a queue and a message id
+
+
+class Verdict(Enum):
+    """How a delivery is to be met."""
+
+    TRUSTED = auto()
+    SUSPECT = auto()  # it waits in the line
+    ON_TRIAL = auto()
+    CONDEMNED = auto()
+
+
+class Suspects:
+    """Those of one process."""
+
+    def __init__(self) -> None:
+        self._on_trial: Key | None = None
+        self._line: deque[tuple[Key, Callable[[], bool]]] = deque()
+        self._reservation: asyncio.TimerHandle | None = None
+        self._forgiven: OrderedDict[Key, int] = OrderedDict()
+
+    def judge(self, envelope: Envelope, key: Key, listener: Listener) -> tuple[Verdict, int]:
+        """How a delivery is to be met, and how many crashes are counted."""
+        returned, crashes = envelope.returned, envelope.crashes
+        if returned:
+            returned -= min(returned, self._forgiven.get(key, 0))
+        if crashes is None:
+            suspect = returned >= max(1, listener.max_crashes - 1)
+            return (Verdict.SUSPECT, listener.max_crashes - 1) if suspect else (Verdict.TRUSTED, 0)
+        if not envelope.on_trial:
+            return Verdict.SUSPECT, crashes
+        crashes += returned
+        return (Verdict.CONDEMNED if crashes >= listener.max_crashes else Verdict.ON_TRIAL), crashes
+
+    def forgive(self, envelope: Envelope, key: Key) -> None:
+        """It goes back because its channel is gone, and this process is alive: that was no crash."""
+        self._forgiven[key] = envelope.returned + 1
+        self._forgiven.move_to_end(key)
+        if len(self._forgiven) > MOST_FORGIVEN:
+            self._forgiven.popitem(last=False)
+
+    def wait(self, key: Key, turn: Callable[[], bool]) -> None:
+        """Wait in the line; `turn` sends it to its trial, or says that it has gone."""
+        self._line.append((key, turn))
+        self._next()
+
+    def begin(self, key: Key) -> bool:
+        """Whether its trial may begin."""
+        if self._on_trial not in (None, key):
+            return False
+        self._reserve(key)
+        return True
+
+    def end(self, key: Key) -> None:
+        """Its trial is over, or it has gone."""
+        if self._on_trial == key:
+            self._reserve(None)
+            self._next()
+
+    def _next(self) -> None:
+        while self._on_trial is None and self._line:
+            key, turn = self._line.popleft()
+            self._reserve(key)
+            if turn():
+                self._reservation = asyncio.get_running_loop().call_later(RESERVED_FOR, self.end, key)
+            else:
+                self._reserve(None)
+
+    def _reserve(self, key: Key | None) -> None:
+        if self._reservation is not None:
+            self._reservation.cancel()
+            self._reservation = None
+        self._on_trial = key

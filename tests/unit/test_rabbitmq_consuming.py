@@ -1,0 +1,106 @@
+"""How much a consumer takes, and which of its messages are suspected of killing workers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pamqp import commands
+
+from outbox.core.listener import Listener
+from outbox.transports.rabbitmq.appetite import Appetite
+from outbox.transports.rabbitmq.properties import Envelope
+from outbox.transports.rabbitmq.suspects import Suspects, Verdict
+
+KEY = ("queue", "id")
+
+
+def envelope(**headers: Any) -> Envelope:
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    return Envelope.read(commands.Basic.Properties(message_id="id", headers=named).marshal())
+
+
+def listener(max_crashes: int = 3) -> Listener:
+    return Listener("#", print, queue="queue", max_crashes=max_crashes)
+
+
+def handled(appetite: Appetite, within: float, now: float) -> float:
+    """A whole prefetch, handled in so many seconds; what time it is then."""
+    for _ in range(appetite.prefetch):
+        appetite.digested(now + within)
+    return now + within
+
+
+async def test_a_listener_that_is_quick_takes_more_and_one_that_is_slow_less() -> None:
+    appetite = Appetite(concurrency=10, most=1000, now=0.0)
+    assert appetite.prefetch == 20
+    now = handled(appetite, 0.05, 0.0)
+    assert (appetite.prefetch, appetite.changed.is_set()) == (80, True)
+    appetite.changed.clear()
+    now = handled(appetite, 0.5, now)
+    assert (appetite.prefetch, appetite.changed.is_set()) == (80, False)
+    for _ in range(10):
+        now = handled(appetite, 0.01, now)
+    assert appetite.prefetch == 500
+    for _ in range(10):
+        now = handled(appetite, 5.0, now)
+    assert appetite.prefetch == 20
+
+
+@pytest.mark.parametrize("most", [1, 2, 15])
+async def test_it_never_takes_more_than_it_may(most: int) -> None:
+    appetite = Appetite(concurrency=10, most=most, now=0.0)
+    now = handled(appetite, 0.01, 0.0)
+    handled(appetite, 0.01, now)
+    assert appetite.prefetch == most
+
+
+@pytest.mark.parametrize(
+    ("headers", "max_crashes", "expected"),
+    [
+        ({}, 3, (Verdict.TRUSTED, 0)),
+        ({"x_delivery_count": 1}, 3, (Verdict.TRUSTED, 0)),
+        ({"x_delivery_count": 2}, 3, (Verdict.SUSPECT, 2)),
+        ({"x_delivery_count": 9}, 3, (Verdict.SUSPECT, 2)),
+        ({"x_delivery_count": 1}, 1, (Verdict.SUSPECT, 0)),
+        ({"x_delivery_count": 9, "outbox_crashes": 2}, 3, (Verdict.SUSPECT, 2)),
+        ({"outbox_crashes": 2, "outbox_on_trial": True}, 3, (Verdict.ON_TRIAL, 2)),
+        ({"x_delivery_count": 1, "outbox_crashes": 2, "outbox_on_trial": True}, 3, (Verdict.CONDEMNED, 3)),
+        ({"x_delivery_count": 1, "outbox_crashes": 0, "outbox_on_trial": True}, 1, (Verdict.CONDEMNED, 1)),
+    ],
+)
+def test_only_a_crash_in_its_trial_condemns_a_message(
+    headers: dict[str, Any], max_crashes: int, expected: tuple[Verdict, int]
+) -> None:
+    assert Suspects().judge(envelope(**headers), KEY, listener(max_crashes)) == expected
+
+
+def test_a_lost_channel_is_no_crash() -> None:
+    suspects = Suspects()
+    suspects.forgive(envelope(x_delivery_count=1), KEY)
+    assert suspects.judge(envelope(x_delivery_count=2), KEY, listener()) == (Verdict.TRUSTED, 0)
+    assert suspects.judge(envelope(x_delivery_count=2), ("another", "id"), listener()) == (Verdict.SUSPECT, 2)
+    tried = {"outbox_crashes": 2, "outbox_on_trial": True}
+    assert suspects.judge(envelope(x_delivery_count=2, **tried), KEY, listener()) == (Verdict.ON_TRIAL, 2)
+
+
+async def test_one_suspect_is_tried_at_a_time() -> None:
+    suspects = Suspects()
+    sent: list[str] = []
+
+    def turn(name: str, is_there: bool = True) -> bool:
+        if is_there:
+            sent.append(name)
+        return is_there
+
+    first, second, third = (("queue", name) for name in ("first", "second", "third"))
+    suspects.wait(first, lambda: turn("first"))
+    suspects.wait(second, lambda: turn("second", is_there=False))
+    suspects.wait(third, lambda: turn("third"))
+    assert sent == ["first"]
+    assert not suspects.begin(third)
+    assert suspects.begin(first)
+    suspects.end(third)  # it is not its turn that ends
+    assert sent == ["first"]
+    suspects.end(first)
+    assert sent == ["first", "third"]

@@ -1,0 +1,205 @@
+"""Messages as AMQP properties: everything comes back as it was, and what others wrote is carried on byte by byte."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pamqp import commands
+from pamqp.header import ContentHeader
+
+from outbox.core.attempt import Attempt, Dead, Reason
+from outbox.core.errors import Undecodable
+from outbox.core.message import Message
+from outbox.transports.rabbitmq.properties import (
+    ATTEMPT,
+    LONGEST_HISTORY,
+    Envelope,
+    Unsendable,
+    after_failure,
+    encoded,
+    of_dead_letter,
+)
+
+NAMES = st.text("abcdefgXYZ-_.019", min_size=1, max_size=40).filter(
+    lambda name: not name.startswith(("outbox-", "x-")) and name not in ("CC", "BCC")
+)
+TEXTS = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=60)
+BEGINNING = datetime(1970, 1, 1, tzinfo=UTC)
+# pamqp takes what lies further away for milliseconds.
+MOMENTS = st.timedeltas(timedelta(0), timedelta(days=365 * 130)).map(lambda since: BEGINNING + since)
+MESSAGES = st.builds(
+    Message,
+    routing_key=st.text("abc.", min_size=1, max_size=40),
+    body=st.binary(max_size=50),
+    content_type=st.sampled_from(["application/json", "text/plain; charset=utf-8"]),
+    headers=st.dictionaries(NAMES, TEXTS, max_size=5),
+    key=st.none() | st.text("key", min_size=1, max_size=20),
+    tracking_ids=st.lists(st.text("id-0", min_size=1, max_size=36), min_size=1, max_size=4).map(tuple),
+    created_at=MOMENTS,
+    expires_at=st.none() | MOMENTS,
+)
+
+
+def as_pamqp_reads(properties: bytes) -> commands.Basic.Properties:
+    header = ContentHeader()
+    header.unmarshal(b"\x00" * 12 + properties)
+    return header.properties
+
+
+def written(**properties: Any) -> bytes:
+    """Properties as another publisher writes them."""
+    return commands.Basic.Properties(**properties).marshal()
+
+
+@given(MESSAGES)
+def test_a_message_comes_back_as_it_was(message: Message) -> None:
+    envelope = Envelope.read(encoded(message))
+    assert envelope.message(message.routing_key, message.body) == message
+    assert (envelope.attempt_count, envelope.crashes, envelope.returned) == (1, None, 0)
+
+
+@given(MESSAGES)
+def test_others_read_what_is_written(message: Message) -> None:
+    properties = as_pamqp_reads(encoded(message))
+    assert (properties.message_id, properties.content_type) == (message.id, message.content_type)
+    assert properties.delivery_mode == 2
+    assert properties.timestamp == message.created_at.replace(microsecond=0)
+    assert {**(properties.headers or {})}.items() >= dict(message.headers).items()
+
+
+@given(MESSAGES)
+def test_a_copy_carries_everything_on(message: Message) -> None:
+    first = Envelope.read(encoded(message))
+    copy = Envelope.read(first.carried_on(message.routing_key, message, {ATTEMPT: 2}))
+    assert copy.message("the.queue", message.body) == message
+    assert copy.attempt_count == 2
+
+
+def test_what_other_publishers_wrote_is_carried_on_and_what_the_broker_wrote_is_not() -> None:
+    odd = {
+        "n": 1,
+        "pi": 3.5,
+        "no": None,
+        "yes": True,
+        "d": Decimal("1.5"),
+        "raw": bytearray(b"\xff"),
+        "l": [1, {"a": "b"}],
+    }
+    brokers = {
+        "x-death": [{"queue": "q", "count": 3}],
+        "x-delivery-count": 2,
+        "x-first-death-queue": "q",
+        "CC": ["other"],
+    }
+    original = written(
+        headers={**odd, **brokers},
+        correlation_id="c",
+        reply_to="r",
+        message_type="t",
+        app_id="a",
+        priority=4,
+        content_encoding="gzip",
+        user_id="somebody",
+        expiration="1000",
+        timestamp=datetime(2030, 1, 2, 3, 4, 5, tzinfo=UTC),
+    )
+    envelope = Envelope.read(original)
+    message = envelope.message("some.key", b"body")
+    copy = as_pamqp_reads(envelope.carried_on("some.key", message, {}))
+    assert copy.headers == {**odd, "outbox-routing-key": "some.key"}
+    assert (copy.correlation_id, copy.reply_to, copy.message_type, copy.app_id) == ("c", "r", "t", "a")
+    assert (copy.priority, copy.content_encoding, copy.delivery_mode) == (4, "gzip", 2)
+    assert (copy.user_id, copy.expiration) == (None, None)
+    assert copy.message_id == message.id
+
+
+def test_a_foreign_message_becomes_one_of_ours() -> None:
+    message = Envelope.read(written(headers={"n": 1, "l": [1], "s": "text"})).message("some.key", b"body")
+    assert message.headers == {"n": "1", "l": "[1]", "s": "text"}
+    assert (message.routing_key, message.body, message.content_type) == (
+        "some.key",
+        b"body",
+        "application/octet-stream",
+    )
+    assert message.tracking_ids == (message.id,)
+    assert Envelope.read(b"\x00\x00").message("k", b"").routing_key == "k"
+
+
+def test_returns_are_counted_by_the_broker_whatever_it_calls_them() -> None:
+    assert Envelope.read(written(headers={"x-delivery-count": 2})).returned == 2
+    assert Envelope.read(written(headers={"x-delivery-count": 1, "x-acquired-count": 4})).returned == 4
+    assert Envelope.read(written(headers={"x-delivery-count": "mine"})).returned == 0
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"outbox-attempt": "2"},
+        {"outbox-attempt": True},
+        {"outbox-crashes": 1.5},
+        {"outbox-created-at": "now"},
+        {"outbox-expires-at": 2**62},
+        {"outbox-key": 1},
+        {"outbox-tracking-ids": "one"},
+        {"outbox-tracking-ids": [1]},
+        {"outbox-routing-key": ["a"]},
+    ],
+)
+def test_a_header_of_ours_with_a_strange_value_is_undecodable(headers: dict[str, Any]) -> None:
+    envelope = Envelope.read(written(headers=headers))
+    with pytest.raises(Undecodable, match=next(iter(headers))):
+        envelope.message("k", b"")
+        envelope.attempt_count, envelope.crashes  # noqa: B018
+
+
+@given(st.binary(max_size=60))
+def test_no_bytes_do_more_than_be_undecodable(data: bytes) -> None:
+    try:
+        envelope = Envelope.read(data)
+        message = envelope.message("k", b"")
+        envelope.attempt_count, envelope.crashes, envelope.returned, envelope.history  # noqa: B018
+        envelope.carried_on("k", message, {})
+    except Undecodable:
+        pass
+
+
+@pytest.mark.parametrize("name", ["CC", "BCC", "x-death", "x-delivery-count", "x-first-death-queue", "outbox-attempt"])
+def test_headers_that_mean_something_to_the_broker_or_to_us_are_not_sent(name: str) -> None:
+    with pytest.raises(Unsendable, match=name):
+        encoded(Message(routing_key="k", body=b"", headers={name: "v"}))
+
+
+def test_an_id_that_does_not_fit_is_not_sent() -> None:
+    with pytest.raises(Unsendable):
+        encoded(Message(routing_key="k", body=b"", tracking_ids=("x" * 256,)))
+
+
+def test_a_history_grows_by_a_line_and_forgets_its_beginning() -> None:
+    message = Message(routing_key="k", body=b"")
+    envelope = Envelope.read(encoded(message))
+    for count in range(1, 40):
+        headers = after_failure(Attempt(message, count), envelope, "boom " + "é" * 900 + "\nsecond line")
+        envelope = Envelope.read(envelope.carried_on("k", message, headers))
+    assert envelope.attempt_count == 40
+    assert "attempt 39 failed: boom" in envelope.history
+    assert "second line" not in envelope.history
+    assert len(envelope.history.encode()) <= LONGEST_HISTORY
+
+
+def test_a_dead_letter_says_why_and_its_next_copy_does_not() -> None:
+    message = Message(routing_key="k", body=b"")
+    envelope = Envelope.read(encoded(message))
+    headers = of_dead_letter(Attempt(message, 3), envelope, "orders", Dead(Reason.REJECTED, "no\x00 thanks"))
+    letter = Envelope.read(envelope.carried_on("k", message, headers))
+    seen = as_pamqp_reads(envelope.carried_on("k", message, headers)).headers or {}
+    assert (seen["outbox-reason"], seen["outbox-queue"], seen["outbox-attempt"]) == ("rejected", "orders", 3)
+    assert seen["outbox-error"] == "no\ufffd thanks"
+    assert timedelta(0) <= datetime.now(UTC) - datetime.fromtimestamp(seen["outbox-died-at"] / 1e6, UTC)
+    assert not {"outbox-reason", "outbox-error"} & set(
+        as_pamqp_reads(letter.carried_on("k", message, {})).headers or {}
+    )

@@ -1,0 +1,324 @@
+"""From emit to listener over a real RabbitMQ that is killed, stopped, cut off, filled up, and robbed of its queues."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import aio_pika
+import pytest
+
+from outbox import Listener, Outbox
+from outbox.core.attempt import Done
+from outbox.core.errors import TransportClosed
+from outbox.core.events import Relayed, Started, Troubled
+from outbox.core.message import Message
+from outbox.core.transport import Defaults
+from outbox.testing.servers import RabbitMQ
+from outbox.transports.rabbitmq import RabbitmqTransport
+from tests.conftest import MakeOutbox
+from tests.seeds.observing import PATIENCE, Recorder, arrival, eventually
+
+ROOT = Path(__file__).parents[2]
+LARGEST_MESSAGE = 500_000  # bytes that the broker takes; a frame has 131 072
+
+Arrivals = asyncio.Queue[Any]
+
+
+@pytest.fixture(scope="module")
+def broker() -> Iterator[RabbitMQ]:
+    """A RabbitMQ that may be hurt; tests tell their queues apart by name."""
+    with RabbitMQ(management=False, settings={"max_message_size": str(LARGEST_MESSAGE)}) as server:
+        yield server
+
+
+@pytest.fixture
+def make_shop(make_outbox: MakeOutbox, broker: RabbitMQ, table_name: str) -> MakeOutbox:
+    """Outboxes on that broker, with exchanges and queues of their own."""
+
+    def make(**options: Any) -> Outbox:
+        names = {"exchange_name": table_name, "queue_prefix": f"{table_name}."}
+        return make_outbox(**{"rabbitmq_url": broker.url, **names, **options})
+
+    return make
+
+
+@pytest.fixture
+def arrivals() -> Arrivals:
+    return asyncio.Queue()
+
+
+@pytest.fixture
+def listener(arrivals: Arrivals) -> Listener:
+    async def on_order(order: Any) -> None:
+        arrivals.put_nowait(order)
+
+    return Listener("order.*", on_order, queue="orders")
+
+
+async def emit(outbox: Outbox, *orders: object, routing_key: str = "order.created") -> None:
+    async with outbox.transaction() as session:
+        await outbox.emit_many(session, routing_key, orders)
+
+
+async def all_of(arrivals: Arrivals, count: int) -> set[Any]:
+    """So many different orders; some may come twice."""
+    seen: set[Any] = set()
+    while len(seen) < count:
+        seen.add(await arrival(arrivals))
+    return seen
+
+
+async def test_a_message_walks_from_emit_over_the_broker_to_its_listener(
+    make_shop: MakeOutbox, listener: Listener, arrivals: Arrivals
+) -> None:
+    outbox = make_shop()
+    async with outbox.running(relay=True, listeners=[listener]):
+        await emit(outbox, *range(100))
+        assert await all_of(arrivals, 100) == set(range(100))
+        await eventually(lambda: _nothing_waits(outbox))
+
+
+async def _nothing_waits(outbox: Outbox) -> bool:
+    return not await outbox.messages(state="waiting")
+
+
+@pytest.fixture
+async def shop(
+    make_shop: MakeOutbox, listener: Listener, arrivals: Arrivals, recorder: Recorder
+) -> AsyncIterator[Outbox]:
+    """A relay and a worker at work, with one message behind them."""
+    outbox = make_shop(observers=[recorder])
+    async with outbox.running(relay=True, listeners=[listener]):
+        await emit(outbox, "first")
+        assert await arrival(arrivals) == "first"
+        yield outbox
+
+
+@pytest.fixture
+def recorder() -> Recorder:
+    return Recorder()
+
+
+one_database = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+
+
+@one_database
+@pytest.mark.parametrize("end", [RabbitMQ.kill, RabbitMQ.stop], ids=["killed", "stopped"])
+async def test_work_goes_on_when_the_broker_is_back(
+    shop: Outbox, broker: RabbitMQ, arrivals: Arrivals, recorder: Recorder, end: Callable[[RabbitMQ], None]
+) -> None:
+    await asyncio.to_thread(end, broker)
+    await emit(shop, *range(10))
+    await recorder.wait_for(Troubled)
+    await asyncio.to_thread(broker.start)
+    assert await all_of(arrivals, 10) >= set(range(10))
+    assert all(event.attempt.attempt_count == 1 for event in recorder.of(Relayed))  # being away burns no attempt
+
+
+@one_database
+async def test_work_goes_on_after_the_broker_closed_every_connection(
+    shop: Outbox, broker: RabbitMQ, arrivals: Arrivals, recorder: Recorder
+) -> None:
+    await asyncio.to_thread(broker.control, "close_all_connections", "enough for today")
+    await recorder.wait_for(Troubled, 2)
+    await emit(shop, "second")
+    assert await all_of(arrivals, 1) == {"second"}
+
+
+@one_database
+async def test_a_queue_that_was_deleted_is_made_again(
+    shop: Outbox, broker: RabbitMQ, arrivals: Arrivals, recorder: Recorder, table_name: str
+) -> None:
+    await asyncio.to_thread(broker.control, "delete_queue", f"{table_name}.orders")
+    await emit(shop, "second")
+    assert await arrival(arrivals) == "second"
+
+
+@one_database
+async def test_a_broker_with_an_alarm_is_waited_for(
+    shop: Outbox, broker: RabbitMQ, arrivals: Arrivals, recorder: Recorder
+) -> None:
+    await asyncio.to_thread(broker.control, "set_vm_memory_high_watermark", "0")
+    try:
+        await emit(shop, "blocked")
+        await emit(shop, "waiting")  # the broker says so when the first comes, and nothing more is sent to it
+        await eventually(lambda: any("low on memory" in str(event.error) for event in recorder.of(Troubled)))
+    finally:
+        await asyncio.to_thread(broker.control, "set_vm_memory_high_watermark", "0.4")
+    assert await all_of(arrivals, 2) == {"blocked", "waiting"}
+    assert all(event.attempt.attempt_count == 1 for event in recorder.of(Relayed))
+
+
+@pytest.mark.parametrize("by_hand", [True, False], ids=["by_hand", "plain"])
+async def test_a_message_that_the_broker_cannot_take_fails_alone(
+    broker: RabbitMQ, table_name: str, by_hand: bool
+) -> None:
+    names = Defaults(exchange_name=table_name)
+    transport = RabbitmqTransport(broker.url, names, by_hand=by_hand)
+    listener = Listener("#", print, queue=f"{table_name}.all")
+    await transport.open()
+    await transport.declare([listener])
+    good = [Message(routing_key="a", body=b"%d" % number) for number in range(20)]
+    large = Message(routing_key="a", body=bytes(400_000))
+    too_large = [Message(routing_key="a", body=bytes(LARGEST_MESSAGE + 1)) for _ in range(2)]
+    rerouting = Message(routing_key="a", body=b"", headers={"CC": "elsewhere"})
+    batch = [*good[:7], too_large[0], *good[7:12], large, rerouting, too_large[1], *good[12:]]
+    other, published = await asyncio.gather(
+        transport.publish(again := [Message(routing_key="a", body=b"") for _ in range(20)]), transport.publish(batch)
+    )
+    assert published.confirmed == {large.id, *(message.id for message in good)}
+    assert set(published.refused) == {rerouting.id, *(message.id for message in too_large)}
+    assert all(refusal.permanent for refusal in published.refused.values())
+    assert not other.refused  # one that was in flight beside it may be in doubt, and is published again
+    assert (await transport.publish(again)).confirmed == {message.id for message in again}
+    deliveries = transport.consume(listener, 100)
+    found = set()
+    while not found >= published.confirmed:
+        delivery = await asyncio.wait_for(anext(deliveries), PATIENCE)
+        found.add(delivery.attempt.message.id)
+        delivery.settle(Done())
+        assert delivery.attempt.message.id != large.id or delivery.attempt.message.body == large.body
+    await deliveries.aclose()
+    await transport.close()
+
+
+@one_database
+async def test_a_message_that_no_queue_is_bound_to_is_kept_until_one_is(
+    make_shop: MakeOutbox, listener: Listener, arrivals: Arrivals, recorder: Recorder
+) -> None:
+    outbox = make_shop(observers=[recorder], relay_retry_delays=[0.1] * 1000)
+    async with outbox.running(relay=True):
+        await emit(outbox, "early")
+        [refused, *_] = await recorder.wait_for(Relayed)
+        assert "no queue is bound" in getattr(refused.outcome, "error", "")
+        async with make_shop().running(listeners=[listener]):
+            assert await arrival(arrivals) == "early"
+
+
+async def test_a_worker_without_a_database_takes_what_others_publish(
+    broker: RabbitMQ, table_name: str, arrivals: Arrivals
+) -> None:
+    async def on_anything(body: Any, message: Any) -> None:
+        arrivals.put_nowait((body, message))
+
+    listener = Listener("#", on_anything, queue=f"{table_name}.anything")
+    outbox = Outbox(rabbitmq_url=broker.url, exchange_name=table_name)
+    async with outbox.running(listeners=[listener]), await aio_pika.connect(broker.url) as connection:
+        channel = await connection.channel()
+        exchange = await channel.get_exchange(table_name)
+        foreign = aio_pika.Message(b"no JSON", headers={"n": 1, "list": [1, {"a": None}]}, content_type="text/odd")
+        await exchange.publish(foreign, "some.key")
+        body, message = await arrival(arrivals)
+        assert body == b"no JSON"
+        assert isinstance(message, aio_pika.IncomingMessage)
+        assert (message.routing_key, message.content_type, message.headers["n"]) == ("some.key", "text/odd", 1)
+
+
+async def test_a_header_of_ours_that_is_not_what_it_should_be_makes_a_dead_letter(
+    broker: RabbitMQ, table_name: str, arrivals: Arrivals
+) -> None:
+    async def on_anything(body: Any) -> None:
+        arrivals.put_nowait(body)
+
+    queue = f"{table_name}.anything"
+    outbox = Outbox(rabbitmq_url=broker.url, exchange_name=table_name)
+    async with (
+        outbox.running(listeners=[Listener("#", on_anything, queue=queue)]),
+        await aio_pika.connect(broker.url) as connection,
+    ):
+        channel = await connection.channel()
+        exchange = await channel.get_exchange(table_name)
+        await exchange.publish(aio_pika.Message(b"1", headers={"outbox-attempt": "many", "kept": "yes"}), "a")
+        await exchange.publish(aio_pika.Message(b"2"), "a")
+        assert await arrival(arrivals) == 2
+        dead = await channel.get_queue(f"{queue}.dlq")
+        letter: Any = await eventually(lambda: dead.get(fail=False, no_ack=True))
+        assert (letter.body, letter.headers["kept"]) == (b"1", "yes")
+        assert letter.headers["outbox-reason"] == "undecodable"
+        assert "outbox-attempt" in letter.headers["outbox-error"]
+
+
+async def test_a_worker_ends_when_the_connection_it_was_given_closes_for_good(
+    broker: RabbitMQ, table_name: str, listener: Listener, recorder: Recorder
+) -> None:
+    connection = await aio_pika.connect(broker.url)
+    names = {"exchange_name": table_name, "queue_prefix": f"{table_name}."}
+    outbox = Outbox(rmq_connection=connection, observers=[recorder], **names)
+    working = asyncio.create_task(outbox.worker([listener]))
+    await recorder.wait_for(Started)
+    await connection.close()
+    with pytest.raises(TransportClosed):
+        await asyncio.wait_for(working, PATIENCE)
+
+
+CRASHING = """
+import asyncio, os, sys
+from outbox import Listener, Outbox
+
+async def on_order(order):
+    print(order, flush=True)
+    if order == "poison":
+        os._exit(1)
+
+outbox = Outbox(rabbitmq_url=sys.argv[1], exchange_name=sys.argv[2])
+asyncio.run(outbox.worker([Listener("#", on_order, queue=sys.argv[2] + ".orders", concurrency=1)]))
+"""
+
+
+async def test_a_message_that_kills_its_workers_is_dead_and_takes_no_other_with_it(
+    broker: RabbitMQ, table_name: str
+) -> None:
+    async with await aio_pika.connect(broker.url) as connection:
+        channel = await connection.channel()
+        exchange = await channel.declare_exchange(table_name, "topic", durable=True)
+        outbox = Outbox(rabbitmq_url=broker.url, exchange_name=table_name)
+        await outbox.transport.open()
+        await outbox.transport.declare([Listener("#", print, queue=f"{table_name}.orders")])
+        await outbox.transport.close()
+        for order in ("poison", *range(20)):
+            body = f'"{order}"'.encode()
+            await exchange.publish(aio_pika.Message(body, message_id=str(order)), "order.created")
+        dead = await channel.get_queue(f"{table_name}.orders.dlq")
+        handled: list[str] = []
+        letters: list[Any] = []
+        while not letters or len(set(handled)) < 21:
+            await _one_life(broker.url, table_name, handled, letters, dead)
+    [letter] = letters
+    assert (letter.body, letter.headers["outbox-reason"]) == (b'"poison"', "crashed")
+    assert handled.count("poison") == 3
+    assert set(handled) == {"poison", *map(str, range(20))}
+
+
+async def _one_life(
+    url: str, name: str, handled: list[str], letters: list[Any], dead: aio_pika.abc.AbstractQueue
+) -> None:
+    """A worker until it dies, or until nothing is left to do for it."""
+    worker = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", CRASHING, url, name, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    assert worker.stdout is not None
+    reading = asyncio.ensure_future(_read(worker.stdout, handled))
+    try:
+        async with asyncio.timeout(PATIENCE):
+            while not reading.done():
+                letter = await dead.get(fail=False, no_ack=True)
+                if letter is not None:
+                    letters.append(letter)
+                if letters and len(set(handled)) == 21:
+                    return
+                await asyncio.sleep(0.05)
+    finally:
+        if worker.returncode is None:
+            worker.terminate()
+        await worker.wait()
+        await reading
+
+
+async def _read(output: asyncio.StreamReader, handled: list[str]) -> None:
+    while line := await output.readline():
+        handled.append(line.decode().strip())
