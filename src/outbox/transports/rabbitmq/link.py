@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -12,11 +13,13 @@ import aiormq
 from outbox.core.errors import ConfigurationError, TransportClosed, TransportUnavailable
 from outbox.core.events import Observer, Troubled
 from outbox.core.pace import Pace
-from outbox.transports.rabbitmq.channels import Wire
+from outbox.transports.rabbitmq.channels import Ended, Lost, Wire
 
 CONNECT_WITHIN = 5.0  # seconds for the socket, the handshake and the login together
-SHORTEST_PAUSE, LONGEST_PAUSE = 0.1, 2.0  # seconds between two tries, doubling: a broker that is back is soon found
+SHORTEST_PAUSE, LONGEST_PAUSE = 0.1, 1.0  # seconds between two tries, doubling: a broker that is back is soon found
 CLOSE_WITHIN = 5.0
+
+_ACCESS_REFUSED, _NOT_ALLOWED = 403, 530
 
 Connect = Callable[[], Awaitable[Wire]]
 
@@ -116,9 +119,13 @@ def refusal(error: BaseException, where: str) -> Exception:
     match error:
         case aiormq.exceptions.ProbableAuthenticationError() | aiormq.exceptions.AuthenticationError():
             return ConfigurationError(f"{where} refuses the user or its password: check rabbitmq_url")
-        case aiormq.exceptions.ConnectionNotAllowed():
+        case Lost(ended=Ended(text, code)) if code == _ACCESS_REFUSED:
+            return ConfigurationError(f"{where} refuses the user or its password ({text}): check rabbitmq_url")
+        case Lost(ended=Ended(text, code)) if code == _NOT_ALLOWED:
+            return ConfigurationError(f"{where}: {text}: check rabbitmq_url and what its user may do")
+        case BaseException(__cause__=ssl.SSLCertVerificationError()):
             return ConfigurationError(
-                f"{where} refuses the virtual host: check rabbitmq_url and the user's permissions"
+                f"{where} has a certificate that is not trusted ({_words(error)}): give the URL a ?cafile=…"
             )
         case _:
             return TransportUnavailable(f"{where}: {_words(error)}")
@@ -128,4 +135,5 @@ def _words(error: BaseException) -> str:
     cause = error.__cause__
     if isinstance(cause, OSError):
         return cause.strerror or type(cause).__name__
-    return type(error).__name__ if not isinstance(error, aiormq.exceptions.AMQPError) else str(error.args[-1:] or error)
+    told = isinstance(error, aiormq.exceptions.AMQPError | Lost) and error.args
+    return str(error.args[-1]) if told else type(error).__name__
