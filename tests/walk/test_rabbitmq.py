@@ -344,6 +344,7 @@ async def _one_life(
                 letter = await dead.get(fail=False, no_ack=True)
                 if letter is not None:
                     letters.append(letter)
+                    assert len(letters) == 1, (letter.body, letter.headers)
                 if letters and len(set(handled)) == 21:
                     return
                 await asyncio.sleep(0.05)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -18,6 +19,7 @@ from outbox.transports.rabbitmq.channels import Ended, Lost, Wire
 CONNECT_WITHIN = 5.0  # seconds for the socket, the handshake and the login together
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.1, 1.0  # seconds between two tries, doubling: a broker that is back is soon found
 CLOSE_WITHIN = 5.0
+TELL_EVERY = 10.0  # seconds between two tellings of the same trouble
 
 _ACCESS_REFUSED, _NOT_ALLOWED = 403, 530
 
@@ -36,13 +38,16 @@ class Link:
         self._tried = asyncio.Event()  # the first try is over
         self._connected = asyncio.Event()
         self._keeping: asyncio.Task[None] | None = None
+        self._was_connected = False
+        self._told: tuple[str, float] = ("", 0.0)  # the last trouble, and when it was told
 
     async def open(self) -> None:
-        """Try once to connect. Who is not there yet may come; who refuses us will go on doing so."""
+        """Try once to connect. Who is not there yet may come; who refuses us from the beginning goes on doing so."""
         if self._keeping is None:
             self._keeping = asyncio.create_task(self._keep(), name=f"outbox {self._name}")
         await self._tried.wait()
-        if self._wire is None and isinstance(self._failure, ConfigurationError | TransportClosed):
+        refused = isinstance(self._failure, ConfigurationError) and not self._was_connected
+        if self._wire is None and (refused or isinstance(self._failure, TransportClosed)):
             raise self._failure
 
     async def wire(self, within: float = 0.0) -> Wire:
@@ -52,9 +57,9 @@ class Link:
             with suppress(TimeoutError):
                 async with asyncio.timeout(within):
                     await self._connected.wait()
-        if isinstance(self._failure, TransportClosed):
-            raise self._failure
         if self._wire is None:
+            if isinstance(self._failure, TransportClosed):
+                raise self._failure
             raise TransportUnavailable(f"RabbitMQ is away: {self._failure}")
         return self._wire
 
@@ -81,10 +86,18 @@ class Link:
                     self._failure = error
                 self._tried.set()
                 pause = pace.pause()
-                self._observe(Troubled(self._name, self._failure, timedelta(seconds=pause)))
+                self._tell(self._failure, pause)
                 await asyncio.sleep(pause)
         finally:
             self._tried.set()
+
+    def _tell(self, failure: Exception, pause: float) -> None:
+        """Tell of a trouble when it is new, and then from time to time."""
+        words, now = str(failure), time.monotonic()
+        before, told_at = self._told
+        if words != before or now - told_at > TELL_EVERY:
+            self._told = words, now
+            self._observe(Troubled(self._name, failure, timedelta(seconds=pause)))
 
     async def _once(self, pace: Pace) -> None:
         """From one opening to its end."""
@@ -95,7 +108,7 @@ class Link:
             raise TransportUnavailable(f"no answer within {CONNECT_WITHIN:g} s") from None
         try:
             pace.reset()
-            self._wire = wire
+            self._wire, self._was_connected, self._told = wire, True, ("", 0.0)
             wire.on_blocked = self._blocked
             self._tried.set()
             self._connected.set()
