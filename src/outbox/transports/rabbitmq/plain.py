@@ -58,7 +58,16 @@ class PlainWire:
             self.ended.set_result(Ended("closed"))
 
     async def _open(self, **options: bool) -> AbstractChannel:
-        return await _asked(self._connection.channel(timeout=ANSWER_WITHIN, **options))
+        """A new channel. The library waits for its answer even on a connection that has ended."""
+        opening = asyncio.ensure_future(_asked(self._connection.channel(timeout=ANSWER_WITHIN, **options)))
+        either: list[asyncio.Future[Any]] = [opening, self.ended]
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not opening.done():
+                raise Lost(self.ended.result())
+        finally:
+            opening.cancel()
+        return opening.result()
 
     def _end(self, closing: asyncio.Future[Any]) -> None:
         if not self.ended.done():

@@ -14,7 +14,7 @@ from outbox.transports.rabbitmq.confirms import Answer, Outgoing
 from outbox.transports.rabbitmq.link import Link, blocked
 
 CLOSE_WITHIN = 5.0  # seconds
-BACK_WITHIN = 5.0  # seconds that the search for a bad message waits for a connection which that message closed
+AGAIN = 0.1  # seconds between two tries to find a connection that a bad message closed
 ANSWER_WITHIN = 20.0  # seconds for the answers to a batch; then the channel is given up
 
 Result = Answer | Refusal
@@ -23,8 +23,10 @@ Result = Answer | Refusal
 _EXCHANGE = re.compile(r"(?:no exchange|access to exchange) '(?P<name>.*?)' in vhost")
 _NOT_FOUND, _ACCESS_REFUSED, _PRECONDITION_FAILED = 404, 403, 406
 # These may be the doing of one message: too large, a header it cannot read, a topic that is not allowed.
-# 504: the client library may go on writing to a channel that was closed over one.
-_MESSAGES_FAULT = frozenset({311, _ACCESS_REFUSED, _PRECONDITION_FAILED, 501, 502, 504, 505})
+# The client library goes on writing to a channel that was closed over one, and that is a channel error.
+_CHANNEL_ERROR = 504
+_MESSAGES_FAULT = frozenset({311, _ACCESS_REFUSED, _PRECONDITION_FAILED, 501, 502, _CHANNEL_ERROR, 505})
+_CONNECTIONS = 500  # codes from here on close a connection
 
 
 class Publishing:
@@ -35,6 +37,7 @@ class Publishing:
         self._within = within
         self._channel: Channel | None = None
         self._opening = asyncio.Lock()
+        self._searching = asyncio.Lock()
 
     async def publish(self, batch: Sequence[Outgoing]) -> list[Result]:
         """What became of each. Raises TransportUnavailable if nothing was sent."""
@@ -47,7 +50,8 @@ class Publishing:
         unknown = [position for position, answer in enumerate(answers) if answer is Answer.UNKNOWN]
         if unknown and channel.ended.done() and _can_be_told_apart(channel.ended.result()):
             search = _Search(self._private_channel, batch, answers, until)
-            await search.over(unknown, channel.ended.result())
+            async with self._searching:  # two at once would close each other's connections
+                await search.over(unknown, channel.ended.result())
         return answers
 
     async def close(self) -> None:
@@ -67,15 +71,7 @@ class Publishing:
         return self._channel
 
     async def _private_channel(self) -> Channel:
-        """A message may have closed the whole connection: that one is opened again."""
-        until = asyncio.get_running_loop().time() + BACK_WITHIN
-        while True:
-            try:
-                return await _open(await self._unblocked())
-            except TransportUnavailable:
-                if asyncio.get_running_loop().time() > until:
-                    raise
-                await asyncio.sleep(BACK_WITHIN / 50)
+        return await _open(await self._unblocked())
 
     async def _unblocked(self) -> Wire:
         wire = await self._link.wire()
@@ -103,23 +99,29 @@ class _Search:
         self._answers = answers
         self._until = until
         self._channel: Channel | None = None
+        self._blamed: set[int] = set()
 
     async def over(self, positions: list[int], ended: Ended) -> None:
-        parts = self._without_fault(positions, ended)
+        """`ended` is the end of a channel that others used too: it tells of exchanges, and of no single message."""
+        alone = len(positions) == 1 and _EXCHANGE.search(ended.text) is None
+        parts = [positions] if alone else self._without_fault(positions, ended)
         try:
             while parts:
                 part = parts.pop()
                 left = self._until - asyncio.get_running_loop().time()
                 if left <= 0:
                     return
-                ended = await self._send(part, left)
+                try:
+                    ended = await self._send(part, left)
+                except (TransportUnavailable, Lost):
+                    parts.append(part)
+                    await asyncio.sleep(AGAIN)
+                    continue
                 unknown = [position for position in part if self._answers[position] is Answer.UNKNOWN]
                 if unknown:
                     if not _can_be_told_apart(ended):
                         return
                     parts += self._without_fault(unknown, ended)
-        except (TransportUnavailable, Lost):
-            return  # what has no answer by now is in doubt
         finally:
             if self._channel is not None:
                 await self._channel.close()
@@ -144,7 +146,12 @@ class _Search:
             rest = [position for position in positions if self._answers[position] is Answer.UNKNOWN]
             return [rest] if rest and len(rest) < len(positions) else []
         if len(positions) == 1:
-            self._answers[positions[0]] = Refusal(ended.text, permanent=ended.code != _ACCESS_REFUSED)
+            [position] = positions
+            if ended.code is not None and ended.code >= _CONNECTIONS and position not in self._blamed:
+                self._blamed.add(position)  # somebody else's message may have closed the connection
+                return [positions]
+            if ended.code != _CHANNEL_ERROR:
+                self._answers[position] = Refusal(ended.text, permanent=ended.code != _ACCESS_REFUSED)
             return []
         middle = len(positions) // 2
         return [positions[middle:], positions[:middle]]
