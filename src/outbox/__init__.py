@@ -28,6 +28,7 @@ from outbox.core.errors import (
     TooManyHeaders,
     TransactionError,
     TransportMismatch,
+    TransportClosed,
     TransportUnavailable,
     Undecodable,
 )
@@ -91,6 +92,7 @@ __all__ = [
     "TooManyHeaders",
     "TransactionError",
     "TransportMismatch",
+    "TransportClosed",
     "TransportUnavailable",
     "Undecodable",
     "backlog",
