@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from outbox import ConfigurationError, Message, Outbox, TransportMismatch, TransportUnavailable, listen
@@ -258,3 +259,33 @@ async def test_a_duplicate_from_the_transport_has_no_second_effect_in_the_sessio
             while transport.waiting("q"):
                 await asyncio.sleep(0.01)
     assert runs == [1]
+
+
+async def test_while_the_inbox_takes_no_entry_no_listener_is_called_and_no_attempt_burned(
+    make_outbox: MakeOutbox,
+) -> None:
+    transport = MemoryTransport()
+    outbox = make_outbox(transport=transport)
+    handled: asyncio.Queue[int] = asyncio.Queue()
+
+    @listen("order.*", queue="q", retry_delays=[])
+    async def listener(body: int, attempt_count: int, session: AsyncSession) -> None:
+        await handled.put(attempt_count)
+
+    await outbox.create_tables()
+    inbox = outbox.tables.inbox.name
+    await execute(outbox, f"ALTER TABLE {inbox} RENAME TO {inbox}_away")
+    async with outbox.running(listeners=[listener]):
+        await transport.publish([Message(routing_key="order.created", body=b"1")])
+        async with asyncio.timeout(PATIENCE):
+            while not transport.waiting("q"):  # it was taken, and is there again
+                await asyncio.sleep(0.01)
+        assert handled.empty()
+        await execute(outbox, f"ALTER TABLE {inbox}_away RENAME TO {inbox}")
+        async with asyncio.timeout(PATIENCE):
+            assert await handled.get() == 1
+
+
+async def execute(outbox: Outbox, statement: str) -> None:
+    async with outbox.engines.main.begin() as connection:
+        await connection.execute(text(statement))
