@@ -56,15 +56,6 @@ class Profile:
 
 
 SHORT: Mapping[str, Profile] = {
-    "rabbitmq": Profile(
-        RabbitmqDatabase,
-        seconds=40,
-        faults=28,
-        messages=1500,
-        members={PRODUCER: 2, RELAY: 1, WORKER: 2},
-        slow_share=0.02,
-        kills=0.002,
-    ),
     "postgresql": Profile(
         PostgresqlDatabase,
         seconds=22,
@@ -72,6 +63,15 @@ SHORT: Mapping[str, Profile] = {
         messages=1000,
         members={PRODUCER: 2, RELAY: 1, WORKER: 2},
         slow_share=0.03,
+        kills=0.002,
+    ),
+    "rabbitmq": Profile(
+        RabbitmqDatabase,
+        seconds=40,
+        faults=28,
+        messages=1500,
+        members={PRODUCER: 2, RELAY: 1, WORKER: 2},
+        slow_share=0.02,
         kills=0.002,
     ),
     "sqlite": Profile(
@@ -87,6 +87,17 @@ SHORT: Mapping[str, Profile] = {
 }
 
 LONG: Mapping[str, Profile] = {
+    "postgresql": Profile(
+        PostgresqlDatabase,
+        seconds=600,
+        faults=150,
+        messages=52_000,
+        members={PRODUCER: 2, RELAY: 2, WORKER: 3},
+        lease=5.0,
+        slow=7.0,
+        disk=1024 * MEBIBYTE,
+        backlog=2000,
+    ),
     "rabbitmq": Profile(
         RabbitmqDatabase,
         seconds=600,
@@ -98,17 +109,6 @@ LONG: Mapping[str, Profile] = {
         slow_share=0.003,
         disk=1024 * MEBIBYTE,
         backlog=3000,
-    ),
-    "postgresql": Profile(
-        PostgresqlDatabase,
-        seconds=600,
-        faults=150,
-        messages=52_000,
-        members={PRODUCER: 2, RELAY: 2, WORKER: 3},
-        lease=5.0,
-        slow=7.0,
-        disk=1024 * MEBIBYTE,
-        backlog=2000,
     ),
     "sqlite": Profile(
         SqliteDatabase,
