@@ -21,7 +21,8 @@ from tests.chaos.proxy import Link
 
 EXCHANGE = "outbox"
 DEAD_LETTERS = ".dlq"
-SPARE_QUEUE, SPARE_BINDING = "poison", "poison.*"  # the only binding without which its messages go nowhere else
+LONELY_QUEUE, LONELY_BINDING = "poison", "poison.*"  # the only binding without which its messages go nowhere else
+SPARE_QUEUE = "spare"  # the only queue that can be deleted without a loss
 TICK = 500.0  # milliseconds after which a queue tells how many messages it holds
 EMPTY_FOR = 5.0  # seconds after which they are believed to be empty
 LOOK_EVERY = 2.0  # seconds: rabbitmqctl is a program of its own, which takes its time
@@ -71,10 +72,18 @@ class RabbitmqDatabase(PostgresqlDatabase):
         self._broker.control("set_vm_memory_high_watermark", NO_MEMORY if on else USUAL_MEMORY)
 
     def unbind(self) -> None:
-        asyncio.run(self._with_channel(lambda channel: channel.queue_unbind(SPARE_QUEUE, EXCHANGE, SPARE_BINDING)))
+        asyncio.run(self._with_channel(lambda channel: channel.queue_unbind(LONELY_QUEUE, EXCHANGE, LONELY_BINDING)))
 
     def bind(self) -> None:
-        asyncio.run(self._with_channel(lambda channel: channel.queue_bind(SPARE_QUEUE, EXCHANGE, SPARE_BINDING)))
+        asyncio.run(self._with_channel(lambda channel: channel.queue_bind(LONELY_QUEUE, EXCHANGE, LONELY_BINDING)))
+
+    def delete_queue(self) -> None:
+        asyncio.run(self._with_channel(lambda channel: channel.queue_delete(SPARE_QUEUE)))
+
+    def is_queue_back(self) -> bool:
+        """Whether it is there, and somebody consumes from it."""
+        lines = self._listed("name", "consumers")
+        return any(line.startswith(f"{SPARE_QUEUE}\t") and not line.endswith("\t0") for line in lines)
 
     # Looking.
 

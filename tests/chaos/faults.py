@@ -18,6 +18,7 @@ from tests.chaos.schedule import Planned
 
 HOUR = 3600.0
 STRIKE_WITHIN = 20.0  # seconds
+BACK_WITHIN = 60.0  # seconds, for a queue whose workers may be struck by other faults meanwhile
 LOOK_EVERY = 0.05  # seconds
 
 
@@ -53,6 +54,7 @@ class Faults:
             "restart the broker": self._restart_broker,
             "memory alarm": self._memory_alarm,
             "delete a binding": self._delete_a_binding,
+            "delete a queue": self._delete_a_queue,
             "cut from the broker": self._cut_from_the_broker,
             "black hole to the broker": self._black_hole_to_the_broker,
             "cut at confirm": self._cut_at_confirm,
@@ -170,6 +172,15 @@ class Faults:
             finally:
                 await asyncio.to_thread(self._broker.bind)
 
+    async def _delete_a_queue(self, fault: Planned) -> None:
+        """Its worker makes it again, without being told."""
+        async with self._broker_alone:
+            await asyncio.to_thread(self._broker.delete_queue)
+            try:
+                await _until(self._broker.is_queue_back, BACK_WITHIN)
+            except Missed:
+                raise RuntimeError(f"a deleted queue is not consumed again after {BACK_WITHIN:g} s") from None
+
     async def _cut_from_the_broker(self, fault: Planned) -> None:
         await _until(self._broker_link(fault).cut)
 
@@ -225,8 +236,8 @@ async def _trip(link: Link, *commands: str) -> None:
         link.trip_at(())
 
 
-async def _until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + STRIKE_WITHIN
+async def _until(condition: Callable[[], object], longest: float = STRIKE_WITHIN) -> None:
+    deadline = time.monotonic() + longest
     while not await asyncio.to_thread(condition):
         if time.monotonic() > deadline:
             raise Missed

@@ -48,6 +48,7 @@ KINDS_OF_BROKER: Mapping[str, Kind] = {
     "restart the broker": Kind(BROKER, 1, 0.0, 0.3),
     "memory alarm": Kind(BROKER, 2, 1.0, 2.0),
     "delete a binding": Kind(BROKER, 1, 0.5, 1.5),
+    "delete a queue": Kind(BROKER),
     "cut from the broker": Kind((RELAY, WORKER), 3),
     "black hole to the broker": Kind((WORKER, RELAY), 2, 1.2, 2.5),
     "cut at confirm": Kind((RELAY, WORKER, RELAY), 3),
