@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import subprocess
 import sys
+import traceback
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import aio_pika
 import pytest
+from yarl import URL
 
 from outbox import Listener, Outbox
 from outbox.core.attempt import Done
-from outbox.core.errors import TransportClosed
+from outbox.core.errors import ConfigurationError, TransportClosed, TransportUnavailable
 from outbox.core.events import Relayed, Started, Troubled
 from outbox.core.message import Message
 from outbox.core.transport import Defaults
+from outbox.observers.logging import LoggingObserver
 from outbox.testing.servers import RabbitMQ
 from outbox.transports.rabbitmq import RabbitmqTransport
 from tests.conftest import MakeOutbox
@@ -256,6 +260,37 @@ async def test_a_worker_ends_when_the_connection_it_was_given_closes_for_good(
         await asyncio.wait_for(working, PATIENCE)
 
 
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"password": "canary"}, ConfigurationError),
+        ({"path": "/no-such-host"}, ConfigurationError),
+        ({"port": 1}, TransportUnavailable),
+        ({"scheme": "amqps"}, TransportUnavailable),
+    ],
+    ids=["password", "virtual host", "port", "no TLS there"],
+)
+async def test_no_error_and_no_log_shows_the_password(
+    broker: RabbitMQ, change: dict[str, Any], error: type[Exception], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    parts = {"user": "guest", "password": "canary", "host": "127.0.0.1", "port": URL(broker.url).port, "path": "/"}
+    if "password" not in change:
+        await asyncio.to_thread(broker.control, "change_password", "guest", "canary")
+    try:
+        recorder = Recorder()
+        url = URL.build(**{"scheme": "amqp", **parts, **change})
+        outbox = Outbox(rabbitmq_url=str(url), observers=[recorder, LoggingObserver()])
+        with pytest.raises(error) as raised:
+            await outbox.transport.open()
+            await outbox.transport.publish([Message(routing_key="a", body=b"")])
+        await outbox.transport.close()
+    finally:
+        await asyncio.to_thread(broker.control, "change_password", "guest", "guest")
+    shown = "".join(traceback.format_exception(raised.value)) + caplog.text + repr(recorder.events)
+    assert "canary" not in shown
+
+
 CRASHING = """
 import asyncio, os, sys
 from outbox import Listener, Outbox
@@ -309,6 +344,7 @@ async def _one_life(
                 letter = await dead.get(fail=False, no_ack=True)
                 if letter is not None:
                     letters.append(letter)
+                    assert len(letters) == 1, (letter.body, letter.headers)
                 if letters and len(set(handled)) == 21:
                     return
                 await asyncio.sleep(0.05)

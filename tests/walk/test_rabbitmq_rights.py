@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
 from outbox import ConfigurationError, Outbox
 from outbox.cli.exits import ExitCode
+from outbox.core.attempt import Done, RetryIn
+from outbox.transports.rabbitmq import RabbitmqTransport
 from outbox.transports.rabbitmq.provisioning import permissions
 from outbox.transports.rabbitmq.topology import Names, Topology
 from tests.broker import VirtualHost
+from tests.seeds.observing import PATIENCE
 
 from .amqp import OFFERED_BEFORE, arrival, channel_to, taken
 from .commands import Command, until
@@ -115,6 +120,26 @@ async def test_messages_retries_and_dead_letters_go_where_they_should(
     async with channel_to(vhost.url) as channel:
         for queue in ("billing", "shipping", "audit", "billing.dlq", "shipping.dlq"):
             assert await taken(channel, queue) is None, queue
+
+
+async def test_a_retry_without_delay_takes_the_shortest_where_the_default_exchange_is_closed(
+    provisioned: Command, vhost: VirtualHost
+) -> None:
+    _, url = users(vhost, "least")
+    bill = module().bill  # type: ignore[attr-defined]
+    transport = RabbitmqTransport(url)
+    await transport.open()
+    await transport.declare(module().listeners)  # type: ignore[attr-defined]
+    deliveries = transport.consume(bill, 10)
+    async with channel_to(vhost.url) as channel:
+        await channel.basic_publish(b"{}", exchange="outbox", routing_key="order.created")
+    for expected in (1, 2, 3):
+        delivery = await asyncio.wait_for(anext(deliveries), PATIENCE)
+        assert delivery.attempt.attempt_count == expected
+        outcome = RetryIn(timedelta(0), "boom") if expected < 3 else Done()
+        assert await delivery.settle(outcome) is True
+    await deliveries.aclose()
+    await transport.close()
 
 
 async def is_empty(outbox: Outbox) -> bool:

@@ -32,6 +32,7 @@ from outbox.transports.rabbitmq.publishing import ANSWER_WITHIN, Publishing, Res
 from outbox.transports.rabbitmq.suspects import Suspects
 from outbox.transports.rabbitmq.topology import Names, Topology
 
+HEARTBEAT = 10  # seconds, if the URL has none: a connection that is silent for three times as long is dead
 START_WITHIN = 10.0  # seconds that a worker's start waits for a broker that is away
 LARGEST_PROPERTIES = 131_072 - 64  # bytes: they travel in one frame, and this is what brokers allow for one
 
@@ -224,4 +225,6 @@ def _parsed(text: str | URL) -> URL:
         raise ConfigurationError(
             "rabbitmq_url is no URL of RabbitMQ: write for example amqp://user:password@host:5672/"
         )
+    if "heartbeat" not in url.query:
+        url = url.update_query(heartbeat=HEARTBEAT)
     return url.with_port(port or (5671 if url.scheme == "amqps" else 5672))

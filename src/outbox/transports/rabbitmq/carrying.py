@@ -47,16 +47,22 @@ class Courier:
         self._observe = observe
         self.topology: Topology | None = None  # what was declared
         self.writes_dead_letters = True  # whether the user may
+        self._default_is_closed = False  # the user may not write to the default exchange
         self._batch: list[tuple[Outgoing, asyncio.Future[Result]]] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def back(self, parcel: Parcel, delay: timedelta) -> bool:
         """To its own queue, after a delay; whether it is safe there. False: nobody can take it."""
-        if not delay:
+        if delay:
+            return await self._until_confirmed(self._names.delay(self._held_back(delay)), parcel, delay)
+        if not self._default_is_closed:
             answer = await self._once(self._outgoing("", parcel))
             if answer is not Answer.FORBIDDEN:
-                return answer is Answer.CONFIRMED or await self._again(parcel, NO_DELAY, answer)
-        return await self._again(parcel, delay, None)
+                return await self._until_confirmed("", parcel, NO_DELAY, answer)
+            self._default_is_closed = True
+        # A user that may not write to the default exchange may still write to delays, and they lead there.
+        shortest = None if self.topology is None else self.topology.shortest_delay
+        return shortest is not None and await self._until_confirmed(shortest, parcel, NO_DELAY)
 
     async def to_the_dead(self, parcel: Parcel) -> bool:
         """To the dead letters of its queue; False: this user may not, and the broker must do it."""
@@ -74,7 +80,7 @@ class Courier:
 
     async def back_at_once(self, parcel: Parcel) -> bool:
         """To its own queue, if that works without another try."""
-        return await self._once(self._outgoing("", parcel)) is Answer.CONFIRMED
+        return not self._default_is_closed and await self._once(self._outgoing("", parcel)) is Answer.CONFIRMED
 
     async def close(self) -> None:
         """Nobody waits for answers any more."""
@@ -83,9 +89,10 @@ class Courier:
         if self._tasks:
             await asyncio.wait(self._tasks)
 
-    async def _again(self, parcel: Parcel, delay: timedelta, answer: Result | None) -> bool:
-        """Until it is confirmed, or until it is certain that it never will be."""
-        exchange = self._names.delay(self._held_back(delay)) if delay or answer is None else ""
+    async def _until_confirmed(
+        self, exchange: str, parcel: Parcel, delay: timedelta, answer: Result | None = None
+    ) -> bool:
+        """Try until it is confirmed, or until it is certain that it never will be."""
         outgoing = self._outgoing(exchange, parcel)
         pace = Pace(LONGEST_PAUSE, SHORTEST_PAUSE)
         if answer is None:
@@ -93,7 +100,7 @@ class Courier:
         while answer is not Answer.CONFIRMED:
             if isinstance(answer, Refusal) and answer.permanent:
                 return False
-            if answer in (Answer.MISSING, Answer.RETURNED) and exchange:
+            if answer in (Answer.MISSING, Answer.RETURNED) and delay:
                 await self._make(delay, pace, parcel)
             else:
                 await self._pause(pace, parcel, answer)

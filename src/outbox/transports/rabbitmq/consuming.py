@@ -22,7 +22,7 @@ from pamqp.header import ContentHeader
 
 from outbox.core.attempt import Attempt, Dead, Done, Outcome, Reason, Released, RetryIn
 from outbox.core.durations import NO_DELAY
-from outbox.core.errors import TransportClosed, Undecodable
+from outbox.core.errors import TransportClosed, TransportUnavailable, Undecodable
 from outbox.core.events import Observer, Troubled
 from outbox.core.landing import Landing
 from outbox.core.listener import Listener
@@ -103,7 +103,7 @@ class Tray:
         self._acknowledgements = Acknowledgements()
         self._open: dict[int, RabbitmqDelivery] = {}
         self._timer: asyncio.TimerHandle | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], Landing] = {}  # copies that are on their way, and who waits for them
         self._loop = asyncio.get_running_loop()
         channel.ended.add_done_callback(lambda _: self._lost())
 
@@ -134,10 +134,11 @@ class Tray:
         elif verdict is Verdict.SUSPECT:
             self._suspects.wait(delivery.key, partial(self._send_to_trial, delivery))
         elif self._suspects.begin(delivery.key):
-            self._start(self._try_alone(delivery))
+            self._start(self._try_alone(delivery), Landing())
         else:
             delivery.is_settled = True
-            self._start(self._retry(delivery, Landing(), {CRASHES: crashes}, NO_DELAY))
+            landing = Landing()
+            self._start(self._step_aside(delivery, landing), landing)
 
     def settle(self, delivery: RabbitmqDelivery, outcome: Outcome, landing: Landing) -> None:
         if delivery.envelope.on_trial:
@@ -151,13 +152,13 @@ class Tray:
                 self._done(tag, landing)
             case RetryIn(delay, error):
                 headers = {**after_failure(delivery.attempt, delivery.envelope, error), CRASHES: None}
-                self._start(self._retry(delivery, landing, headers, delay))
+                self._start(self._retry(delivery, landing, headers, delay), landing)
             case Dead():
-                self._start(self._bury(delivery, landing, outcome))
+                self._start(self._bury(delivery, landing, outcome), landing)
             case Released() if delivery.envelope.returned or delivery.envelope.crashes is not None:
                 # A second return would begin to look like a crash. A new copy has none.
                 crashes = delivery.attempt.crash_count or None
-                self._start(self._give_back(delivery, landing, {CRASHES: crashes}))
+                self._start(self._give_back(delivery, landing, {CRASHES: crashes}), landing)
             case Released():
                 self._nack(tag, landing, requeue=True)
             case _:
@@ -167,7 +168,8 @@ class Tray:
         """Write what is known and let the channel go; what is not settled comes back."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=CLOSE_WITHIN)
-        for task in self._tasks:
+        for task, landing in self._tasks.items():
+            landing.cancel()
             task.cancel()
         self._flush(patience=0.0)
         with suppress(TimeoutError):
@@ -184,15 +186,22 @@ class Tray:
             return False
         delivery.is_settled = True
         headers: dict[str, object] = {CRASHES: delivery.attempt.crash_count, ON_TRIAL: True}
-        self._start(self._retry(delivery, Landing(), headers, NO_DELAY))
+        landing = Landing()
+        self._start(self._retry(delivery, landing, headers, NO_DELAY), landing)
         return True
 
     async def _try_alone(self, delivery: RabbitmqDelivery) -> None:
         """Have it ready when all other suspects are back at the broker."""
         await asyncio.sleep(ALONE_AFTER)
-        self._flush(patience=0.0)
-        await self._channel.heard()
+        await self._suspects.alone()
         self._deliveries.ready(delivery)
+
+    async def _step_aside(self, delivery: RabbitmqDelivery, landing: Landing) -> None:
+        """Another one is tried: back to the broker, and no longer on trial."""
+        with self._suspects.leaving():
+            await self._retry(delivery, landing, {CRASHES: delivery.attempt.crash_count}, NO_DELAY)
+            self._flush(patience=0.0)
+            await self._channel.heard()
 
     # How deliveries end.
 
@@ -220,13 +229,13 @@ class Tray:
     def _parcel(self, delivery: RabbitmqDelivery, headers: dict[str, object]) -> Parcel:
         return Parcel(self._deliveries.queue, delivery.attempt.message, delivery.envelope, headers)
 
-    def _start(self, ending: Coroutine[Any, Any, None]) -> None:
+    def _start(self, ending: Coroutine[Any, Any, None], landing: Landing) -> None:
         task = asyncio.create_task(ending, name=f"outbox end of a delivery of {self._deliveries.queue}")
-        self._tasks.add(task)
+        self._tasks[task] = landing
         task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
+        del self._tasks[task]
         if not task.cancelled() and task.exception() is not None:
             self._channel.retire(f"a delivery could not be settled: {task.exception()}")  # it comes back
 
@@ -268,7 +277,8 @@ class Tray:
         self._open.clear()
         for landing in self._acknowledgements.abandon():
             landing.set_result(False)
-        for task in self._tasks:
+        for task, landing in self._tasks.items():
+            landing.set_result(False)
             task.cancel()
         if self._timer is not None:
             self._timer.cancel()
@@ -304,6 +314,7 @@ class RabbitmqDeliveries:
         self._ready: deque[RabbitmqDelivery] = deque()
         self._arrived = asyncio.Event()
         self._keeping: asyncio.Task[None] | None = None
+        self._changing: asyncio.Future[None] | None = None
         self._closed = False
 
     def __aiter__(self) -> RabbitmqDeliveries:
@@ -331,7 +342,7 @@ class RabbitmqDeliveries:
         self._arrived.set()
         if self._keeping is not None:
             self._keeping.cancel()
-            await asyncio.wait([self._keeping])
+            await asyncio.wait([self._keeping, *([] if self._changing is None else [self._changing])])
         tray = self._tray
         if tray is not None:
             await tray.stop()
@@ -370,6 +381,8 @@ class RabbitmqDeliveries:
                     raise await self._consume(pace)
                 except TransportClosed:
                     raise
+                except TransportUnavailable:
+                    await asyncio.sleep(pace.pause())  # its connection tells why
                 except Exception as error:  # noqa: BLE001 - a consumer outlives whatever its broker does
                     pause = pace.pause()
                     self._observe(Troubled(f"consumer of {self.queue}", error, timedelta(seconds=pause)))
@@ -394,9 +407,15 @@ class RabbitmqDeliveries:
             self._appetite.changed.clear()
             await _either(channel.ended, self._appetite.changed)
             if not channel.ended.done():
-                await channel.cancel()
-                await channel.consume(self.queue, self._appetite.prefetch, tray.take)
+                self._changing = asyncio.ensure_future(self._change(channel, tray))
+                await asyncio.shield(self._changing)  # to be cut here would cost the channel, and what is on it
         return Lost(channel.ended.result())
+
+    async def _change(self, channel: Channel, tray: Tray) -> None:
+        """Begin anew with another prefetch."""
+        with suppress(Lost, TimeoutError):
+            await channel.cancel()
+            await channel.consume(self.queue, self._appetite.prefetch, tray.take)
 
 
 async def _either(ended: asyncio.Future[Any], changed: asyncio.Event) -> None:

@@ -154,7 +154,15 @@ class FrameWire:
     async def connect(cls, url: URL, name: str) -> FrameWire:
         factory = _Factory()
         connection = aiormq.Connection(url, transport_factory=factory, client_properties={"connection_name": name})
-        await connection.connect()
+        said: list[base.Frame] = []
+        factory.tap.on_connection = said.append
+        try:
+            await connection.connect()
+        except aiormq.exceptions.AMQPError:
+            for method in said:
+                if isinstance(method, commands.Connection.Close):  # aiormq says no more than that it came
+                    raise Lost(Ended(method.reply_text or "refused", method.reply_code)) from None
+            raise
         if factory.writer is None:
             raise RuntimeError("aiormq opened a connection without asking for a socket")
         return cls(connection, factory.tap, factory.writer)
@@ -173,7 +181,11 @@ class FrameWire:
         number = next(n for n in range(self._numbers, 0, -1) if n not in self._tap.channels)
         channel = FrameChannel(self, number)
         self._tap.channels[number] = channel
-        await channel.open()
+        try:
+            await channel.open()
+        except TimeoutError:
+            self._end(Ended("the broker opens no channel"))  # heartbeats would notice it too, much later
+            raise
         return channel
 
     async def client_channel(self) -> AbstractChannel:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -12,11 +14,14 @@ import aiormq
 from outbox.core.errors import ConfigurationError, TransportClosed, TransportUnavailable
 from outbox.core.events import Observer, Troubled
 from outbox.core.pace import Pace
-from outbox.transports.rabbitmq.channels import Wire
+from outbox.transports.rabbitmq.channels import Ended, Lost, Wire
 
 CONNECT_WITHIN = 5.0  # seconds for the socket, the handshake and the login together
-SHORTEST_PAUSE, LONGEST_PAUSE = 0.1, 2.0  # seconds between two tries, doubling: a broker that is back is soon found
+SHORTEST_PAUSE, LONGEST_PAUSE = 0.1, 1.0  # seconds between two tries, doubling: a broker that is back is soon found
 CLOSE_WITHIN = 5.0
+TELL_EVERY = 10.0  # seconds between two tellings of the same trouble
+
+_ACCESS_REFUSED, _NOT_ALLOWED = 403, 530
 
 Connect = Callable[[], Awaitable[Wire]]
 
@@ -33,13 +38,16 @@ class Link:
         self._tried = asyncio.Event()  # the first try is over
         self._connected = asyncio.Event()
         self._keeping: asyncio.Task[None] | None = None
+        self._was_connected = False
+        self._told: tuple[str, float] = ("", 0.0)  # the last trouble, and when it was told
 
     async def open(self) -> None:
-        """Try once to connect. Who is not there yet may come; who refuses us will go on doing so."""
+        """Try once to connect. Who is not there yet may come; who refuses us from the beginning goes on doing so."""
         if self._keeping is None:
             self._keeping = asyncio.create_task(self._keep(), name=f"outbox {self._name}")
         await self._tried.wait()
-        if self._wire is None and isinstance(self._failure, ConfigurationError | TransportClosed):
+        refused = isinstance(self._failure, ConfigurationError) and not self._was_connected
+        if self._wire is None and (refused or isinstance(self._failure, TransportClosed)):
             raise self._failure
 
     async def wire(self, within: float = 0.0) -> Wire:
@@ -49,9 +57,9 @@ class Link:
             with suppress(TimeoutError):
                 async with asyncio.timeout(within):
                     await self._connected.wait()
-        if isinstance(self._failure, TransportClosed):
-            raise self._failure
         if self._wire is None:
+            if isinstance(self._failure, TransportClosed):
+                raise self._failure
             raise TransportUnavailable(f"RabbitMQ is away: {self._failure}")
         return self._wire
 
@@ -78,10 +86,18 @@ class Link:
                     self._failure = error
                 self._tried.set()
                 pause = pace.pause()
-                self._observe(Troubled(self._name, self._failure, timedelta(seconds=pause)))
+                self._tell(self._failure, pause)
                 await asyncio.sleep(pause)
         finally:
             self._tried.set()
+
+    def _tell(self, failure: Exception, pause: float) -> None:
+        """Tell of a trouble when it is new, and then from time to time."""
+        words, now = str(failure), time.monotonic()
+        before, told_at = self._told
+        if words != before or now - told_at > TELL_EVERY:
+            self._told = words, now
+            self._observe(Troubled(self._name, failure, timedelta(seconds=pause)))
 
     async def _once(self, pace: Pace) -> None:
         """From one opening to its end."""
@@ -92,7 +108,7 @@ class Link:
             raise TransportUnavailable(f"no answer within {CONNECT_WITHIN:g} s") from None
         try:
             pace.reset()
-            self._wire = wire
+            self._wire, self._was_connected, self._told = wire, True, ("", 0.0)
             wire.on_blocked = self._blocked
             self._tried.set()
             self._connected.set()
@@ -116,9 +132,13 @@ def refusal(error: BaseException, where: str) -> Exception:
     match error:
         case aiormq.exceptions.ProbableAuthenticationError() | aiormq.exceptions.AuthenticationError():
             return ConfigurationError(f"{where} refuses the user or its password: check rabbitmq_url")
-        case aiormq.exceptions.ConnectionNotAllowed():
+        case Lost(ended=Ended(text, code)) if code == _ACCESS_REFUSED:
+            return ConfigurationError(f"{where} refuses the user or its password ({text}): check rabbitmq_url")
+        case Lost(ended=Ended(text, code)) if code == _NOT_ALLOWED:
+            return ConfigurationError(f"{where}: {text}: check rabbitmq_url and what its user may do")
+        case BaseException(__cause__=ssl.SSLCertVerificationError()):
             return ConfigurationError(
-                f"{where} refuses the virtual host: check rabbitmq_url and the user's permissions"
+                f"{where} has a certificate that is not trusted ({_words(error)}): give the URL a ?cafile=…"
             )
         case _:
             return TransportUnavailable(f"{where}: {_words(error)}")
@@ -128,4 +148,5 @@ def _words(error: BaseException) -> str:
     cause = error.__cause__
     if isinstance(cause, OSError):
         return cause.strerror or type(cause).__name__
-    return type(error).__name__ if not isinstance(error, aiormq.exceptions.AMQPError) else str(error.args[-1:] or error)
+    told = isinstance(error, aiormq.exceptions.AMQPError | Lost) and error.args
+    return str(error.args[-1]) if told else type(error).__name__

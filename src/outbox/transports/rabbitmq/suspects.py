@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import Enum, auto
 
 from outbox.core.listener import Listener
@@ -40,6 +41,8 @@ class Suspects:
         self._on_trial: Key | None = None
         self._line: deque[tuple[Key, Callable[[], bool]]] = deque()
         self._reservation: asyncio.TimerHandle | None = None
+        self._leaving = 0  # others on trial that came while one was, and are on their way back
+        self._left = asyncio.Event()
         self._forgiven: OrderedDict[Key, int] = OrderedDict()
 
     def judge(self, envelope: Envelope, key: Key, listener: Listener) -> tuple[Verdict, int]:
@@ -73,6 +76,22 @@ class Suspects:
             return False
         self._reserve(key)
         return True
+
+    @contextmanager
+    def leaving(self) -> Iterator[None]:
+        """Around the way back of one that may not be tried now: its copy must be gone before another one starts."""
+        self._leaving += 1
+        try:
+            yield
+        finally:
+            self._leaving -= 1
+            self._left.set()
+
+    async def alone(self) -> None:
+        """Wait until no other is on its way back."""
+        while self._leaving:
+            self._left.clear()
+            await self._left.wait()
 
     def end(self, key: Key) -> None:
         """Its trial is over, or it has gone."""

@@ -199,6 +199,12 @@ class Topology:
         """The listeners' own queues."""
         return tuple(binding.queue for binding in self.bindings if binding.exchange == self.names.exchange)
 
+    @property
+    def shortest_delay(self) -> str | None:
+        """The delay exchange behind which messages wait least."""
+        waits = {queue.name: queue.arguments["x-message-ttl"] for queue in self.queues if queue.name in self.delays}
+        return min(waits, key=lambda name: int(str(waits[name])), default=None)
+
     def delay(self, wanted: timedelta) -> timedelta:
         """How long a retry is held back: as long as it wants if there is a queue for that, else for the next step."""
         return wanted if wanted <= LONGEST_DELAY and self.names.delay(wanted) in self.delays else step(wanted)
