@@ -34,7 +34,7 @@ from outbox.observers.logging import LoggingObserver
 from outbox.outbound.cleanup import Cleanup
 from outbox.outbound.connections import AnySession, PlainSession
 from outbox.outbound.emitter import Emitter, Key
-from outbox.outbound.publishing import Publisher
+from outbox.outbound.publishing import Pipeline, Publisher
 from outbox.outbound.relay import Relay, Round
 from outbox.outbound.routing import Router
 from outbox.settings import Settings
@@ -296,7 +296,7 @@ class Outbox:
             check_listeners(listeners)
         # A transport that holds deliveries is closed with the run that holds them, not with another one beside it.
         transport = self._database_transport() if self._on_database else self.transport
-        needs_store = relay or transport.features.routes_in_store or self.engines.configured
+        needs_store = relay or isinstance(transport, DatabaseTransport) or self.engines.configured
         async with AsyncExitStack() as stack:
             if needs_store:
                 self.engines.asynchronous  # noqa: B018 - a plain engine is told so, with advice
@@ -408,7 +408,8 @@ class Outbox:
             router = self._router(transport)
             relays.append(self._relay(router, router.wait, look, "relay"))
         elif relay:
-            relays.append(self._relay(self._publisher(transport), self.store.wait, look, "relay"))
+            publishing = Pipeline(self._publisher(transport))
+            relays.append(self._relay(publishing, self.store.wait, look, "relay"))
         return relays
 
     def _cleanup(self) -> Cleanup:

@@ -63,6 +63,14 @@ class Database(ABC):
     def link(self, name: str) -> Link | None:
         """A way through the proxy for one process, where there is one."""
 
+    def broker_link(self, name: str) -> Link | None:
+        """A way through the proxy to a broker, where there is one."""
+        return None
+
+    def environment(self, broker_link: Link | None) -> dict[str, str]:
+        """What else a process must be told."""
+        return {}
+
     @contextmanager
     def connection(self) -> Iterator[Connection]:
         engine = create_engine(self.url, poolclass=NullPool)
@@ -79,7 +87,7 @@ class Database(ABC):
         asyncio.run(make())
         with self.connection() as connection:
             tables.metadata.create_all(connection)
-            for statement in tables.TRIGGERS[self.name]:
+            for statement in tables.TRIGGERS[self.url.get_backend_name()]:
                 connection.exec_driver_sql(statement)
 
     # Looking.

@@ -10,13 +10,15 @@ import signal
 import time
 from collections.abc import Awaitable, Callable, Mapping
 
+from tests.chaos.broker import RabbitmqDatabase
 from tests.chaos.database import Database, PostgresqlDatabase
 from tests.chaos.processes import RELAY, WORKER, Crew, Member
-from tests.chaos.proxy import Link
+from tests.chaos.proxy import CONFIRM, Link
 from tests.chaos.schedule import Planned
 
 HOUR = 3600.0
 STRIKE_WITHIN = 20.0  # seconds
+BACK_WITHIN = 60.0  # seconds, for a queue whose workers may be struck by other faults meanwhile
 LOOK_EVERY = 0.05  # seconds
 
 
@@ -31,6 +33,7 @@ class Faults:
         self._crew = crew
         self._database = database
         self._alone = asyncio.Lock()  # a database can be down for one reason at a time
+        self._broker_alone = asyncio.Lock()
         self._ways: Mapping[str, Callable[[Planned], Awaitable[None]]] = {
             "kill a producer": self._kill,
             "kill a relay": self._kill,
@@ -47,6 +50,14 @@ class Faults:
             "delay": self._delay,
             "cut at commit": self._cut_at_commit,
             "cut at write": self._cut_at_write,
+            "crash the broker": self._crash_broker,
+            "restart the broker": self._restart_broker,
+            "memory alarm": self._memory_alarm,
+            "delete a binding": self._delete_a_binding,
+            "delete a queue": self._delete_a_queue,
+            "cut from the broker": self._cut_from_the_broker,
+            "black hole to the broker": self._black_hole_to_the_broker,
+            "cut at confirm": self._cut_at_confirm,
         }
 
     async def strike(self, fault: Planned) -> None:
@@ -111,12 +122,7 @@ class Faults:
         await _until(self._link(fault).cut)
 
     async def _black_hole(self, fault: Planned) -> None:
-        link = self._link(fault)
-        link.swallow()
-        try:
-            await asyncio.sleep(fault.seconds)
-        finally:
-            link.heal()
+        await _swallow(self._link(fault), fault.seconds)
 
     async def _delay(self, fault: Planned) -> None:
         link = self._link(fault)
@@ -134,13 +140,59 @@ class Faults:
         """A claim, a settlement or an emit was carried out, and its client does not hear of it."""
         await self._trip(fault, "UPDATE", "DELETE", "INSERT")
 
+    # The broker.
+
+    async def _crash_broker(self, fault: Planned) -> None:
+        async with self._broker_alone:
+            await asyncio.to_thread(self._broker.crash_broker)
+            await asyncio.sleep(fault.seconds)
+            await asyncio.to_thread(self._broker.start_broker)
+
+    async def _restart_broker(self, fault: Planned) -> None:
+        async with self._broker_alone:
+            await asyncio.to_thread(self._broker.stop_broker)
+            await asyncio.sleep(fault.seconds)
+            await asyncio.to_thread(self._broker.start_broker)
+
+    async def _memory_alarm(self, fault: Planned) -> None:
+        """Nobody may publish, until there is memory again."""
+        async with self._broker_alone:
+            await asyncio.to_thread(self._broker.alarm, True)
+            try:
+                await asyncio.sleep(fault.seconds)
+            finally:
+                await asyncio.to_thread(self._broker.alarm, False)
+
+    async def _delete_a_binding(self, fault: Planned) -> None:
+        """For a while some messages go nowhere; then an operator mends it."""
+        async with self._broker_alone:
+            await asyncio.to_thread(self._broker.unbind)
+            try:
+                await asyncio.sleep(fault.seconds)
+            finally:
+                await asyncio.to_thread(self._broker.bind)
+
+    async def _delete_a_queue(self, fault: Planned) -> None:
+        """Its worker makes it again, without being told."""
+        async with self._broker_alone:
+            await asyncio.to_thread(self._broker.delete_queue)
+            try:
+                await _until(self._broker.is_queue_back, BACK_WITHIN)
+            except Missed:
+                raise RuntimeError(f"a deleted queue is not consumed again after {BACK_WITHIN:g} s") from None
+
+    async def _cut_from_the_broker(self, fault: Planned) -> None:
+        await _until(self._broker_link(fault).cut)
+
+    async def _black_hole_to_the_broker(self, fault: Planned) -> None:
+        await _swallow(self._broker_link(fault), fault.seconds)
+
+    async def _cut_at_confirm(self, fault: Planned) -> None:
+        """The broker has taken a message, and its publisher does not hear of it."""
+        await _trip(self._broker_link(fault), CONFIRM)
+
     async def _trip(self, fault: Planned, *commands: str) -> None:
-        link = self._link(fault)
-        link.trip_at(commands)
-        try:
-            await _until(link.tripped.is_set)
-        finally:
-            link.trip_at(())
+        await _trip(self._link(fault), *commands)
 
     async def _at_work(self, fault: Planned) -> Member:
         member = self._crew.named(fault.target)
@@ -152,14 +204,40 @@ class Faults:
         assert isinstance(self._database, PostgresqlDatabase)
         return self._database
 
+    @property
+    def _broker(self) -> RabbitmqDatabase:
+        assert isinstance(self._database, RabbitmqDatabase)
+        return self._database
+
     def _link(self, fault: Planned) -> Link:
         link = self._crew.named(fault.target).link
         assert link is not None
         return link
 
+    def _broker_link(self, fault: Planned) -> Link:
+        link = self._crew.named(fault.target).broker_link
+        assert link is not None
+        return link
 
-async def _until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + STRIKE_WITHIN
+
+async def _swallow(link: Link, seconds: float) -> None:
+    link.swallow()
+    try:
+        await asyncio.sleep(seconds)
+    finally:
+        link.heal()
+
+
+async def _trip(link: Link, *commands: str) -> None:
+    link.trip_at(commands)
+    try:
+        await _until(link.tripped.is_set)
+    finally:
+        link.trip_at(())
+
+
+async def _until(condition: Callable[[], object], longest: float = STRIKE_WITHIN) -> None:
+    deadline = time.monotonic() + longest
     while not await asyncio.to_thread(condition):
         if time.monotonic() > deadline:
             raise Missed

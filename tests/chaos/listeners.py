@@ -62,7 +62,12 @@ async def poison(order: Order, message: Message, queue_name: str, attempt_count:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-listeners = [invoices, ledger, poison]
+@listen("spare.*", queue="spare")
+async def spare(order: Order) -> None:
+    """Gets no message: whoever deletes its queue loses nothing."""
+
+
+listeners = [invoices, ledger, poison, spare]
 
 
 def begin(order: Order, message: Message, queue: str, attempt: int) -> Fate:

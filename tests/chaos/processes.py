@@ -43,6 +43,7 @@ class Member:
         self._here = here
         self._rig = rig
         self.link = database.link(self.name)
+        self.broker_link = database.broker_link(self.name)
         self.incarnation = 0
         self.retired = False
         self._process: subprocess.Popen[bytes] | None = None
@@ -75,6 +76,7 @@ class Member:
             **{name: value for name, value in os.environ.items() if not name.startswith("OUTBOX_")},
             "OUTBOX_DB_ENGINE_URL": self._database.url_for(self._number, self.link),
             "OUTBOX_TABLE_NAME": TABLE_NAME,
+            **self._database.environment(self.broker_link),
             **self._options,
             **here.as_environment(),
         }

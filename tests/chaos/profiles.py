@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from tests.chaos.broker import RabbitmqDatabase
 from tests.chaos.database import MEBIBYTE, Database, PostgresqlDatabase, SqliteDatabase
 from tests.chaos.processes import PRODUCER, RELAY, WORKER
-from tests.chaos.schedule import KINDS, ON_SQLITE
+from tests.chaos.schedule import ON_POSTGRESQL, ON_RABBITMQ, ON_SQLITE
+
+_KINDS: Mapping[type[Database], Sequence[str]] = {
+    PostgresqlDatabase: ON_POSTGRESQL,
+    RabbitmqDatabase: ON_RABBITMQ,
+    SqliteDatabase: ON_SQLITE,
+}
 
 
 @dataclass(frozen=True)
@@ -30,7 +37,7 @@ class Profile:
 
     @property
     def kinds(self) -> Sequence[str]:
-        return tuple(KINDS) if self.database is PostgresqlDatabase else ON_SQLITE
+        return _KINDS[self.database]
 
     @property
     def rate(self) -> float:
@@ -58,6 +65,15 @@ SHORT: Mapping[str, Profile] = {
         slow_share=0.03,
         kills=0.002,
     ),
+    "rabbitmq": Profile(
+        RabbitmqDatabase,
+        seconds=40,
+        faults=28,
+        messages=1500,
+        members={PRODUCER: 2, RELAY: 1, WORKER: 2},
+        slow_share=0.02,
+        kills=0.002,
+    ),
     "sqlite": Profile(
         SqliteDatabase,
         seconds=12,
@@ -81,6 +97,18 @@ LONG: Mapping[str, Profile] = {
         slow=7.0,
         disk=1024 * MEBIBYTE,
         backlog=2000,
+    ),
+    "rabbitmq": Profile(
+        RabbitmqDatabase,
+        seconds=600,
+        faults=150,
+        messages=100_000,
+        members={PRODUCER: 2, RELAY: 2, WORKER: 3},
+        lease=5.0,
+        slow=7.0,
+        slow_share=0.003,
+        disk=1024 * MEBIBYTE,
+        backlog=3000,
     ),
     "sqlite": Profile(
         SqliteDatabase,

@@ -12,11 +12,14 @@ import struct
 import threading
 from collections.abc import Collection, Coroutine
 from contextlib import suppress
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 _NO_SSL = (80877103, 80877104)  # what a client asks first: SSL, or GSS encryption
 _CANCEL = 80877102
 _SIZE = 65536
+
+
+CONFIRM = "basic.ack"
 
 
 class Proxy:
@@ -38,8 +41,14 @@ class Proxy:
         self._loop.close()
 
     def link(self, name: str, server_port: int) -> Link:
-        """A port of its own for one process."""
-        link = Link(name, server_port, self._loop)
+        """A port of its own for one process, to PostgreSQL."""
+        return self._opened(Link(name, server_port, self._loop))
+
+    def broker_link(self, name: str, server_port: int) -> Link:
+        """A port of its own for one process, to RabbitMQ."""
+        return self._opened(AmqpLink(name, server_port, self._loop))
+
+    def _opened(self, link: Link) -> Link:
         self._run(link.open())
         self._links.append(link)
         return link
@@ -58,6 +67,8 @@ class Proxy:
 
 class Link:
     """Every connection of one process. What is set here holds for those that are open and those to come."""
+
+    _kind: ClassVar[type[_Pair]]
 
     def __init__(self, name: str, server_port: int, loop: asyncio.AbstractEventLoop) -> None:
         self.name = name  # what PostgreSQL will know connections by
@@ -111,7 +122,7 @@ class Link:
             self._server.close()
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        pair = _Pair(self, reader, writer)
+        pair = self._kind(self, reader, writer)
         self._pairs.add(pair)
         try:
             await pair.serve(self._server_port)
@@ -131,6 +142,18 @@ class Link:
             return False
         command = message[5:].rstrip(b"\0").partition(b" ")[0]
         if command not in self.tripwire:
+            return False
+        self.tripwire = frozenset()
+        self.tripped.set()
+        return True
+
+
+class AmqpLink(Link):
+    """Connections to a RabbitMQ."""
+
+    def trips(self, message: bytes) -> bool:
+        """Whether a frame of the broker confirms a message, and the tripwire waits for that."""
+        if not self.tripwire or message[:1] != b"\x01" or message[7:11] != b"\x00\x3c\x00\x50":
             return False
         self.tripwire = frozenset()
         self.tripped.set()
@@ -194,10 +217,7 @@ class _Pair:
         while data := await server.read(_SIZE):
             held += data
             start = 0
-            while len(held) - start >= 5:
-                end = start + 1 + int.from_bytes(held[start + 1 : start + 5], "big")
-                if end > len(held):
-                    break
+            while end := self._end_of_message(held, start):
                 if self._link.trips(held[start : min(end, start + 64)]):
                     self.reset()
                     return
@@ -205,9 +225,36 @@ class _Pair:
             await self._pass_on(held[:start], self._to_client)
             held = held[start:]
 
+    def _end_of_message(self, held: bytes, start: int) -> int:
+        """Where the message that starts here ends; 0 if it has not come to its end yet."""
+        if len(held) - start < 5:
+            return 0
+        end = start + 1 + int.from_bytes(held[start + 1 : start + 5], "big")
+        return end if end <= len(held) else 0
+
     async def _pass_on(self, data: bytes, to: asyncio.StreamWriter) -> None:
         if self._link.delay:
             await asyncio.sleep(self._link.delay)
         if data and not self._link.swallows:
             to.write(data)
             await to.drain()
+
+
+class _AmqpPair(_Pair):
+    """Frames: a type, a channel, a length, the rest, and an end."""
+
+    async def _greeting(self) -> bytes:
+        greeting = await self._client.readexactly(8)
+        while self._link.swallows:
+            await asyncio.sleep(0.05)
+        return greeting
+
+    def _end_of_message(self, held: bytes, start: int) -> int:
+        if len(held) - start < 7:
+            return 0
+        end = start + 8 + int.from_bytes(held[start + 3 : start + 7], "big")
+        return end if end <= len(held) else 0
+
+
+Link._kind = _Pair
+AmqpLink._kind = _AmqpPair

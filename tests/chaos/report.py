@@ -57,13 +57,13 @@ class Report:
             times[kind].append(seconds)
             times["all"].append(seconds)
         struck = Counter(fault.kind for fault in self.history.faults)
-        yield f"  {'fault':22}{'struck':>8}{'missed':>8}   next effect after, median and longest"
+        yield f"  {'fault':26}{'struck':>8}{'missed':>8}   next effect after, median and longest"
         for kind in (*self.profile.kinds, "all"):
             count, missed = (
                 (struck[kind], self.missed[kind]) if kind != "all" else (struck.total(), self.missed.total())
             )
             took = f"{statistics.median(times[kind]):>7.2f} s{max(times[kind]):>8.2f} s" if times[kind] else ""
-            yield f"  {kind:22}{count:>8}{missed or '':>8}   {took}".rstrip()
+            yield f"  {kind:26}{count:>8}{missed or '':>8}   {took}".rstrip()
         for kind, reason in self.skipped.items():
             yield f"  skipped: {kind}: {reason}"
 

@@ -12,6 +12,7 @@ from tests.chaos.processes import PRODUCER, RELAY, WORKER
 ANYBODY = (PRODUCER, RELAY, WORKER)
 EVERYBODY = ("everybody",)
 DATABASE = ("database",)
+BROKER = ("broker",)
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,20 @@ KINDS: Mapping[str, Kind] = {
     "cut at write": Kind((WORKER, RELAY, PRODUCER), 3),
 }
 
+KINDS_OF_BROKER: Mapping[str, Kind] = {
+    "crash the broker": Kind(BROKER, 1, 0.0, 0.8),
+    "restart the broker": Kind(BROKER, 1, 0.0, 0.3),
+    "memory alarm": Kind(BROKER, 2, 1.0, 2.0),
+    "delete a binding": Kind(BROKER, 1, 0.5, 1.5),
+    "delete a queue": Kind(BROKER),
+    "cut from the broker": Kind((RELAY, WORKER), 3),
+    "black hole to the broker": Kind((WORKER, RELAY), 2, 1.2, 2.5),
+    "cut at confirm": Kind((RELAY, WORKER, RELAY), 3),
+}
+
+ON_POSTGRESQL = tuple(KINDS)
+ON_RABBITMQ = (*KINDS, *KINDS_OF_BROKER)
+
 ON_SQLITE = (
     "kill a producer",
     "kill a relay",
@@ -69,17 +84,18 @@ def schedule(
 ) -> list[Planned]:
     """`count` faults over so many seconds, every kind among them, in an order and at moments of chance."""
     chance = random.Random(seed)
-    chosen = list(kinds) + chance.choices(kinds, [KINDS[kind].weight for kind in kinds], k=max(0, count - len(kinds)))
+    known = {**KINDS, **KINDS_OF_BROKER}
+    chosen = list(kinds) + chance.choices(kinds, [known[kind].weight for kind in kinds], k=max(0, count - len(kinds)))
     chosen = chosen[:count]
     chance.shuffle(chosen)
-    targets = {kind: cycle(KINDS[kind].targets) for kind in kinds}
+    targets = {kind: cycle(known[kind].targets) for kind in kinds}
     step = seconds / count
     return [
         Planned(
             at=(position + chance.random() * 0.8) * step,
             kind=kind,
             target=_member(chance, next(targets[kind]), members),
-            seconds=lease * chance.uniform(KINDS[kind].shortest, KINDS[kind].longest),
+            seconds=lease * chance.uniform(known[kind].shortest, known[kind].longest),
             chance=chance.random(),
         )
         for position, kind in enumerate(chosen)

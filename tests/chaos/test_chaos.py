@@ -20,6 +20,10 @@ def test_faults_break_no_promise_on_sqlite() -> None:
     check(run(SHORT["sqlite"], 3))
 
 
+def test_faults_of_every_kind_break_no_promise_over_rabbitmq() -> None:
+    check(run(SHORT["rabbitmq"], 5))
+
+
 def check(report: Report) -> None:
     print("\n".join(report.lines()))  # pytest shows it if something is wrong
     assert not report.violations, f"histories and logs are in {report.folder}"

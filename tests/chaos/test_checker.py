@@ -41,6 +41,7 @@ class World:
     changes: list[Change]
     waiting: list[tuple[str, str]] = field(default_factory=list)
     open_sessions: int = 0
+    at_least_once: bool = False
     calm_since: float = 21.0
 
     def violations(self) -> list[tuple[Kind, str]]:
@@ -52,6 +53,7 @@ class World:
             tuple(self.letters.values()),
             tuple(self.changes),
             self.open_sessions,
+            self.at_least_once,
         )
         return [(violation.kind, violation.what) for violation in check(history, tables)]
 
@@ -365,6 +367,15 @@ def test_what_is_in_doubt_is_not_resolved_while_sessions_are_open() -> None:
     world.open_sessions = 1
     in_doubt = ["in doubt, there", "in doubt, not there"]
     assert world.violations() == [(Kind.UNRESOLVED, number) for number in in_doubt]
+
+
+def test_a_broker_may_bury_twice_but_not_cause_a_second_effect() -> None:
+    world = good_world()
+    world.at_least_once = True
+    world.letters.update(again=world.letters["rejected"])
+    assert world.violations() == []
+    world.effects.append(world.effect("plain"))
+    assert world.violations() == [(Kind.REPEATED, "plain")]
 
 
 def test_every_kind_of_violation_is_planted() -> None:

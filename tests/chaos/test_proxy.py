@@ -7,11 +7,14 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
+import aio_pika
 import psycopg
 import pytest
 from sqlalchemy import make_url
+from yarl import URL
 
-from tests.chaos.proxy import Link, Proxy
+from tests.broker import VirtualHost
+from tests.chaos.proxy import CONFIRM, Link, Proxy
 
 SOON = 30.0  # seconds
 LONG_ENOUGH = 0.5  # seconds without an answer where one would take milliseconds
@@ -98,3 +101,23 @@ async def test_a_delay_holds_answers_back(link: Link, postgresql_url: str) -> No
         assert time.monotonic() - began >= LONG_ENOUGH  # there and back
         link.heal()
         await connection.execute("SELECT 1")
+
+
+async def test_a_message_whose_confirm_is_cut_off_is_in_its_queue(vhost: VirtualHost) -> None:
+    address = URL(vhost.url)
+    with Proxy() as proxy:
+        link = proxy.broker_link("relay-1.1", address.port or 5672)
+        connection = await aio_pika.connect(address.with_port(link.port))
+        channel = await connection.channel()
+        queue = await channel.declare_queue("facts", durable=True)
+        message = aio_pika.Message(b"x" * 200_000)
+        await channel.default_exchange.publish(message, "facts", timeout=SOON)
+        link.trip_at([CONFIRM])
+        with pytest.raises(aio_pika.exceptions.AMQPError):
+            await channel.default_exchange.publish(message, "facts", timeout=SOON)
+        assert link.tripped.is_set()
+        async with await aio_pika.connect(address.with_port(link.port)) as again:
+            channel = await again.channel()
+            queue = await channel.get_queue("facts")
+            bodies = [(await queue.get(no_ack=True, timeout=SOON)).body for _ in range(2)]
+        assert bodies == [message.body, message.body]

@@ -8,12 +8,15 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from outbox import ConfigurationError, Message, Outbox, TransportMismatch, TransportUnavailable, listen
+from outbox.core.events import Handled, Troubled
 from outbox.core.transport import Features, Published, Refusal
 from outbox.outbound import publishing
 from outbox.transports.memory import MemoryTransport
+from tests.seeds.observing import Recorder, eventually
 from tests.walk.test_worker import PATIENCE
 
 MakeOutbox = Callable[..., Outbox]
@@ -258,3 +261,33 @@ async def test_a_duplicate_from_the_transport_has_no_second_effect_in_the_sessio
             while transport.waiting("q"):
                 await asyncio.sleep(0.01)
     assert runs == [1]
+
+
+async def test_while_the_inbox_takes_no_entry_no_listener_is_called_and_no_attempt_burned(
+    make_outbox: MakeOutbox,
+) -> None:
+    transport, watch = MemoryTransport(), Recorder()
+    outbox = make_outbox(transport=transport, observers=[watch])
+    handled: asyncio.Queue[int] = asyncio.Queue()
+
+    @listen("order.*", queue="q", retry_delays=[0.01])
+    async def listener(body: int, attempt_count: int, session: AsyncSession) -> None:
+        await handled.put(attempt_count)
+
+    await outbox.create_tables()
+    inbox = outbox.tables.inbox.name
+    await execute(outbox, f"ALTER TABLE {inbox} RENAME TO {inbox}_away")
+    async with outbox.running(listeners=[listener]):
+        await transport.publish([Message(routing_key="order.created", body=b"1")])
+        await eventually(
+            lambda: [told.where for told in watch.of(Troubled) if told.where == "session for q"] or watch.of(Handled)
+        )
+        assert not watch.of(Handled) and handled.empty()
+        await execute(outbox, f"ALTER TABLE {inbox}_away RENAME TO {inbox}")
+        async with asyncio.timeout(PATIENCE):
+            assert await handled.get() == 1
+
+
+async def execute(outbox: Outbox, statement: str) -> None:
+    async with outbox.engines.main.begin() as connection:
+        await connection.execute(text(statement))

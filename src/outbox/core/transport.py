@@ -27,7 +27,6 @@ class Features:
     delays: bool = True  # RetryIn comes back after its delay, not at once
     keeps_dead_letters: bool = True
     completes_in_transaction: bool = False  # deliveries offer a completion() for the listener's transaction
-    routes_in_store: bool = False  # the relay routes rows instead of publishing them: the database itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from sqlalchemy.orm import Session
 from outbox.core.listener import Listener
 from outbox.core.transport import Delivery
 from outbox.inbound.arguments import Arguments
-from outbox.inbound.inbox import Inbox
+from outbox.inbound.inbox import Inbox, NotStarted
 from outbox.inbound.own_end import OwnEnd
 
 SESSION_TIME_LIMIT = timedelta(seconds=15)  # a transaction that stays open longer holds up the whole database
@@ -32,10 +32,6 @@ class Sessions(Protocol):
     def synchronous(self) -> Session: ...
 
     def turn(self) -> AbstractAsyncContextManager[None]: ...
-
-
-class NotStarted(Exception):
-    """The listener was not called: its session has no connection. Nobody's attempt."""
 
 
 class ThreadTimeout(TimeoutError):

@@ -20,7 +20,7 @@ from outbox.core.retry import RetryPolicy
 from outbox.core.tracking import follow
 from outbox.core.transport import Delivery
 from outbox.inbound import inbox
-from outbox.inbound.calling import Call, NotStarted, ThreadTimeout
+from outbox.inbound.calling import Call, ThreadTimeout
 
 Redaction = Callable[[str], str]
 
@@ -79,7 +79,7 @@ class Handling:
         match error:
             case inbox.Handled():
                 return _DONE
-            case NotStarted():
+            case inbox.NotStarted():
                 return await self._not_started(error)
             case Undecodable():
                 return Dead(Reason.UNDECODABLE, self._text(error))
@@ -93,7 +93,7 @@ class Handling:
             case _:  # a cancellation that is not ours is the listener's own doing, or of something it called
                 return self._failed(delivery.attempt, error)
 
-    async def _not_started(self, error: NotStarted) -> Outcome:
+    async def _not_started(self, error: inbox.NotStarted) -> Outcome:
         """The database is away or its pool empty: hold the slot for a moment, then let anybody try."""
         cause = error.__cause__ or error
         self._observe(Troubled(f"session for {self._listener.queue}", cause, NOT_STARTED_PAUSE))

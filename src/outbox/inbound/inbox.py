@@ -16,6 +16,10 @@ class Handled(Exception):
     """The message was already handled: nothing is to be done."""
 
 
+class NotStarted(Exception):
+    """The listener was not called: its session has no connection, or no entry can be made. Nobody's attempt."""
+
+
 class Inbox:
     """Ties a delivery's end to the listener's transaction."""
 
@@ -32,7 +36,11 @@ class Inbox:
         completion = delivery.completion()
         if completion is None:
             entry = self._store.remember(queue, delivery.attempt.message.id)
-            if not self._store.write(connection, entry):
+            try:
+                is_new = self._store.write(connection, entry)
+            except Exception as error:
+                raise NotStarted(f"no inbox for {queue}") from error
+            if not is_new:
                 raise Handled
             yield
         else:

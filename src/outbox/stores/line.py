@@ -1,20 +1,23 @@
 """Line: a connection that leads straight to the server, kept for the statements that a message waits for.
 
 A pool and SQLAlchemy's execution take as long as such a statement itself. Here it stays prepared, which a pooler in
-between would mix up, and is asked through the driver, asyncpg.
+between would mix up, and is asked through the driver, asyncpg. Wake-ups are heard over the same connection.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from sqlalchemy import Executable
+from sqlalchemy.ext.asyncio import AsyncConnection
 
 from outbox.core.prepared import dialect_for, prepare
 
 DRIVER = "asyncpg"
+LAST_WORDS = 2.0  # seconds that ending waits for who is being answered
 
 _DIALECT = dialect_for(f"postgresql.{DRIVER}", "numeric_dollar")
 
@@ -22,10 +25,12 @@ _DIALECT = dialect_for(f"postgresql.{DRIVER}", "numeric_dollar")
 class Line:
     """One of asyncpg's connections, on which every statement commits by itself."""
 
-    def __init__(self, raw: Any) -> None:
+    def __init__(self, connection: AsyncConnection, raw: Any) -> None:
+        self._connection = connection
         self._raw = raw
         self._statements: dict[str, Any] = {}
         self._turn = asyncio.Lock()
+        self._ended = False
 
     @property
     def is_closed(self) -> bool:
@@ -50,7 +55,32 @@ class Line:
                 raise
         return rows
 
+    async def listen(self, channel: str, heard: Callable[[str], None]) -> asyncio.Event:
+        """Pass on what is notified; the event tells when that has ended."""
+        ended = asyncio.Event()
+        self._raw.add_termination_listener(lambda *_: ended.set())
+        async with self._turn:
+            await self._raw.add_listener(channel, lambda *words: heard(words[3]))
+        return ended
+
     async def check(self) -> None:
         """Find out whether it still leads anywhere."""
         async with self._turn:
             await self._raw.execute("SELECT 1")
+
+    async def end(self) -> None:
+        """Close it after whoever is being answered, and serve nobody any more."""
+        if self._ended:
+            return
+        self._ended = True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LAST_WORDS):
+                await self._turn.acquire()
+        await closed(self._connection)
+
+
+async def closed(connection: AsyncConnection) -> None:
+    """End a connection for good: one that listened is of no use to anybody else."""
+    await connection.invalidate()
+    await connection.close()
+    await connection.engine.dispose()

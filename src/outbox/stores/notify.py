@@ -23,7 +23,9 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import Connection, Executable, Select, String, func, literal, select, text, update
 
 from outbox.core.pace import Pace
-from outbox.stores.line import DRIVER, Line
+from outbox.stores.finish import finish
+from outbox.stores.line import DRIVER, Line, closed
+from outbox.stores.sql import WORK_WITHIN
 from outbox.stores.tables import NOT_ROUTED
 
 if TYPE_CHECKING:
@@ -58,9 +60,9 @@ class Notifier:
         self._warm = False  # whether a notification went out before, so that a connection is there
         self._moment = MOMENT
         self._announced = 0
-        self._deaf = False  # whether a pooler stands between here and the server
+        self._deaf = self._told_deaf = False  # whether a pooler stands between here and the server
         self._line: Line | None = None  # straight to the server, if there is such a way
-        self._kept: AsyncConnection | None = None  # what it runs over, where nobody listens
+        self._opening = asyncio.Lock()
 
     def notify(self, destinations: Iterable[str | None]) -> None:
         """Wake other processes soon. Where no event loop runs nobody is told, and the sleepers' polls find it."""
@@ -105,14 +107,15 @@ class Notifier:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=2 * LAST_WORDS)
-        await asyncio.wait([asyncio.ensure_future(self._let_go())], timeout=LAST_WORDS)
-        self._loop = self._notifying = self._listening = self._line = None
+        if self._line is not None:
+            await asyncio.wait([asyncio.ensure_future(self._end(self._line))], timeout=2 * LAST_WORDS)
+        self._loop = self._notifying = self._listening = None
 
     def _belongs_to(self, loop: asyncio.AbstractEventLoop) -> bool:
         """Whether this loop does the work; it does from now on if there is none that could."""
         if self._loop is None or self._loop.is_closed():
             self._loop, self._notifying, self._listening = loop, None, None
-            self._line, self._kept = None, None
+            self._line, self._opening = None, asyncio.Lock()
             self._asleep_until = 0.0
             self._warm = False
         return self._loop is loop
@@ -142,24 +145,30 @@ class Notifier:
 
     async def _send(self, destinations: list[str]) -> bool:
         """Notify whoever sleeps; says whether somebody does."""
-        if self._line is None or self._line.is_closed:
+        if not self._deaf:
             await self._open_line()
         rows = self._store.json([{"name": name} for name in destinations])
-        return bool(await self.ask(self._statement, {"destinations": rows}))
+        return bool(await finish(self.ask(self._statement, {"destinations": rows}), WORK_WITHIN))
 
-    async def _open_line(self) -> None:
-        """A process that only writes has a line for its notifications; where one listens, that is the line."""
-        if self._store.driver != DRIVER or self._deaf:
-            return
-        await self._let_go()
-        self._kept = await self._connected()
-        if not await self._behind_a_pooler(self._kept):
-            self._line = Line(await _raw(self._kept))
+    async def _open_line(self) -> Line | None:
+        """The line, if this driver has one and no pooler stands between."""
+        async with self._opening:
+            if self._line is not None and self._line.is_closed:
+                await self._end(self._line)
+            if self._line is None and self._store.driver == DRIVER:
+                connection = await self._connected()
+                try:
+                    if not await self._behind_a_pooler(connection):
+                        self._line = Line(connection, await _raw(connection))
+                finally:
+                    if self._line is None:
+                        await closed(connection)
+        return self._line
 
-    async def _let_go(self) -> None:
-        if self._kept is not None:
-            kept, self._kept = self._kept, None
-            await _closed(kept)
+    async def _end(self, line: Line) -> None:
+        if self._line is line:
+            self._line = None
+        await line.end()
 
     @cached_property
     def _statement(self) -> Select[Any]:
@@ -178,22 +187,45 @@ class Notifier:
 
     async def _listen(self) -> None:
         again = Pace(LONGEST_DEAFNESS, 1.0)
-        told = False
+        hear = self._hear_line if self._store.driver == DRIVER else self._hear_connection
         while True:
             try:
-                connection = await self._connected()
-                try:
-                    if not await self._behind_a_pooler(connection):
-                        told = False
-                        await self._hear(connection, again)
-                    elif not told:
-                        told = True
-                        logger.info("wake-ups do not come through the pooler in front of the database: polling instead")
-                finally:
-                    await _closed(connection)
+                await hear(again)
             except Exception as error:  # noqa: BLE001 - whatever it is, polling goes on
                 logger.debug("not listening for wake-ups, polling instead: %s", type(error).__name__)
+            if self._deaf and not self._told_deaf:
+                logger.info("wake-ups do not come through the pooler in front of the database: polling instead")
+            self._told_deaf = self._deaf
             await asyncio.sleep(again.pause())
+
+    async def _hear_line(self, again: Pace) -> None:
+        """Ring the store's bells until the line ends: asyncpg calls back."""
+        line = await self._open_line()
+        if line is None:
+            return
+        try:
+            ended = await line.listen(self._channel, self._store.heard)
+            again.reset()
+            self._store.heard_everything()
+            while not await _within(CHECK, ended):
+                async with asyncio.timeout(CHECK):
+                    await line.check()
+        finally:
+            await self._end(line)
+
+    async def _hear_connection(self, again: Pace) -> None:
+        """The same where a driver is asked, and its connection can do nothing else meanwhile: psycopg."""
+        connection = await self._connected()
+        try:
+            if await self._behind_a_pooler(connection):
+                return
+            await connection.execute(text(f'LISTEN "{self._channel}"'))
+            again.reset()
+            self._store.heard_everything()
+            async for notification in (await _raw(connection)).notifies():
+                self._store.heard(notification.payload)
+        finally:
+            await closed(connection)
 
     async def _connected(self) -> AsyncConnection:
         """A connection outside of every pool, because it is kept.
@@ -212,7 +244,7 @@ class Notifier:
         except asyncio.CancelledError:
             await asyncio.wait([connecting], timeout=LAST_WORDS)
             if connecting.done() and not connecting.cancelled() and connecting.exception() is None:
-                await _closed(connecting.result())
+                await closed(connecting.result())
             raise
 
     async def _behind_a_pooler(self, connection: AsyncConnection) -> bool:
@@ -225,37 +257,10 @@ class Notifier:
         self._deaf = greeted != await connection.scalar(select(func.pg_backend_pid()))
         return self._deaf
 
-    async def _hear(self, connection: AsyncConnection, again: Pace) -> None:
-        """Ring the store's bells until the connection ends. asyncpg calls back, psycopg is asked."""
-        raw = await _raw(connection)
-        if self._store.driver == DRIVER:
-            ended = asyncio.Event()
-            raw.add_termination_listener(lambda *_: ended.set())
-            await raw.add_listener(self._channel, lambda *heard: self._store.heard(heard[3]))
-            self._line = line = Line(raw)
-            await self._let_go()
-            again.reset()
-            self._store.heard_everything()
-            while not await _within(CHECK, ended):
-                await line.check()
-        else:
-            await connection.execute(text(f'LISTEN "{self._channel}"'))
-            again.reset()
-            self._store.heard_everything()
-            async for notification in raw.notifies():
-                self._store.heard(notification.payload)
-
 
 async def _raw(connection: AsyncConnection) -> Any:
     """The driver's own connection."""
     return (await connection.get_raw_connection()).driver_connection
-
-
-async def _closed(connection: AsyncConnection) -> None:
-    """End a connection for good: one that listened is of no use to anybody else."""
-    await connection.invalidate()
-    await connection.close()
-    await connection.engine.dispose()
 
 
 async def _within(seconds: float, event: asyncio.Event) -> bool:

@@ -35,7 +35,7 @@ class DatabaseTransport:
     """Queues in the database that the messages are already in."""
 
     name = "database"
-    features = Features(completes_in_transaction=True, routes_in_store=True)
+    features = Features(completes_in_transaction=True)
 
     def __init__(self, store: Store, *, lease: timedelta, poll_interval: float, observe: Observer) -> None:
         self._store = store

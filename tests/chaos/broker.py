@@ -1,0 +1,171 @@
+"""Broker: PostgreSQL with a RabbitMQ beside it, which may be crashed, and what the rig asks of both."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import ExitStack, asynccontextmanager, suppress
+
+import aiormq
+from aiormq.abc import AbstractChannel
+
+from outbox.core.message import Message
+from outbox.testing.programs import ServerFailed
+from outbox.testing.servers import RabbitMQ
+from outbox.transports.rabbitmq.properties import Envelope
+from tests.chaos.checker import Buried, FinalTables
+from tests.chaos.database import PostgresqlDatabase
+from tests.chaos.history import Emitted
+from tests.chaos.proxy import Link
+
+EXCHANGE = "outbox"
+DEAD_LETTERS = ".dlq"
+LONELY_QUEUE, LONELY_BINDING = "poison", "poison.*"  # the only binding without which its messages go nowhere else
+SPARE_QUEUE = "spare"  # the only queue that can be deleted without a loss
+TICK = 500.0  # milliseconds after which a queue tells how many messages it holds
+EMPTY_FOR = 5.0  # seconds after which they are believed to be empty
+LOOK_EVERY = 2.0  # seconds: rabbitmqctl is a program of its own, which takes its time
+USUAL_MEMORY, NO_MEMORY = "0.4", "0.000001"  # of the machine's, above which nobody may publish
+ANSWER_WITHIN = 30.0  # seconds
+
+
+class _CountingBroker(RabbitMQ):
+    """Knows at any time how many messages its queues hold, not only every five seconds."""
+
+    def _variables(self) -> Mapping[str, str]:
+        variables = super()._variables()
+        arguments = f"{variables['RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS']} -rabbit quorum_tick_interval {TICK:.0f}"
+        return {**variables, "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": arguments}
+
+
+class RabbitmqDatabase(PostgresqlDatabase):
+    """The outbox in PostgreSQL, the queues in RabbitMQ, and a proxy before each."""
+
+    name = "rabbitmq"
+
+    def _start(self, stack: ExitStack) -> None:
+        super()._start(stack)
+        self._broker = stack.enter_context(_CountingBroker(management=False))
+        self._looked_at, self._in_queues, self._empty_since = 0.0, 0, time.monotonic()
+
+    def broker_link(self, name: str) -> Link:
+        return self._proxy.broker_link(name, self._broker.port)
+
+    def environment(self, broker_link: Link | None) -> dict[str, str]:
+        assert broker_link is not None
+        return {"OUTBOX_RABBITMQ_URL": f"amqp://guest:guest@127.0.0.1:{broker_link.port}/?heartbeat=2"}
+
+    # Faults.
+
+    def crash_broker(self) -> None:
+        self._broker.kill()
+
+    def stop_broker(self) -> None:
+        self._broker.stop()
+
+    def start_broker(self) -> None:
+        self._broker.start()
+
+    def alarm(self, on: bool) -> None:
+        """Let the broker believe that it has no memory left."""
+        self._broker.control("set_vm_memory_high_watermark", NO_MEMORY if on else USUAL_MEMORY)
+
+    def unbind(self) -> None:
+        asyncio.run(self._with_channel(lambda channel: channel.queue_unbind(LONELY_QUEUE, EXCHANGE, LONELY_BINDING)))
+
+    def bind(self) -> None:
+        asyncio.run(self._with_channel(lambda channel: channel.queue_bind(LONELY_QUEUE, EXCHANGE, LONELY_BINDING)))
+
+    def delete_queue(self) -> None:
+        asyncio.run(self._with_channel(lambda channel: channel.queue_delete(SPARE_QUEUE)))
+
+    def is_queue_back(self) -> bool:
+        """Whether it is there, and somebody consumes from it."""
+        lines = self._listed("name", "consumers")
+        return any(line.startswith(f"{SPARE_QUEUE}\t") and not line.endswith("\t0") for line in lines)
+
+    # Looking.
+
+    def waiting(self) -> int:
+        count = super().waiting() + self._messages_in_queues()
+        if count:
+            self._empty_since = time.monotonic()
+        return count or int(time.monotonic() - self._empty_since < EMPTY_FOR)
+
+    def _messages_in_queues(self) -> int:
+        """As of a moment ago; whoever is down is asked again."""
+        if time.monotonic() - self._looked_at > LOOK_EVERY:
+            with suppress(ServerFailed):
+                counts = dict(line.split("\t") for line in self._listed("name", "messages") if "\t" in line)
+                self._in_queues = sum(
+                    int(count) for name, count in counts.items() if not name.endswith(DEAD_LETTERS) and count.isdigit()
+                )
+                self._looked_at = time.monotonic()
+        return self._in_queues
+
+    def final_tables(self) -> FinalTables:
+        return asyncio.run(self._with_queues(super().final_tables()))
+
+    async def _dead_letters(self) -> tuple[Buried, ...]:
+        return ()  # they are in the broker
+
+    async def _with_queues(self, tables: FinalTables) -> FinalTables:
+        names = [
+            line for line in self._broker.control("list_queues", "--silent", "name").splitlines() if line != "name"
+        ]
+        buried, waiting = [], list(tables.waiting)
+        async with self._channel() as channel:
+            for name in names:
+                async for message, envelope in _contents(channel, name):
+                    if name.endswith(DEAD_LETTERS):
+                        buried.append(_buried(message, envelope, name.removesuffix(DEAD_LETTERS)))
+                    else:
+                        waiting.append((message.id, name))
+        return FinalTables(
+            orders=tables.orders,
+            effects=tables.effects,
+            waiting=tuple(waiting),
+            dead_letters=tuple(buried),
+            changes=tables.changes,
+            open_sessions=tables.open_sessions,
+            at_least_once=True,
+        )
+
+    def _listed(self, *columns: str) -> list[str]:
+        return self._broker.control("list_queues", "--silent", *columns).splitlines()
+
+    @asynccontextmanager
+    async def _channel(self) -> AsyncIterator[AbstractChannel]:
+        connection = await aiormq.connect(self._broker.url)
+        try:
+            yield await connection.channel()
+        finally:
+            await connection.close()
+
+    async def _with_channel(self, work: object) -> None:
+        async with self._channel() as channel:
+            await work(channel)  # type: ignore[operator]
+
+
+async def _contents(channel: AbstractChannel, queue: str) -> AsyncIterator[tuple[Message, Envelope]]:
+    """Everything in a queue, taken out of it."""
+    while True:
+        got = await channel.basic_get(queue, no_ack=True, timeout=ANSWER_WITHIN)
+        if got.header is None or got.delivery_tag is None:
+            return
+        envelope = Envelope.read(got.header.properties.marshal())
+        yield envelope.message(got.routing_key or "", got.body), envelope
+
+
+def _buried(message: Message, envelope: Envelope, queue: str) -> Buried:
+    reason = envelope.headers["outbox-reason"][5:].decode()
+    emitted = Emitted(
+        id=message.id,
+        routing_key=message.routing_key,
+        body=message.body,
+        headers=dict(message.headers),
+        key=message.key,
+        content_type=message.content_type,
+    )
+    return Buried(emitted, queue, reason, envelope.attempt_count, envelope.crashes or 0, envelope.history)
