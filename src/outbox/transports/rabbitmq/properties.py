@@ -167,27 +167,33 @@ class Envelope:
         except (IndexError, ValueError, error) as cause:
             raise Undecodable(f"its AMQP properties cannot be read: {cause}") from cause
 
+    @property
+    def is_fresh(self) -> bool:
+        """Whether it carries nothing but when it was made: most messages do, at their first attempt."""
+        return len(self.headers) == 1 and CREATED_AT in self.headers
+
     def message(self, routing_key: str, body: bytes) -> Message:
         """The message as it was emitted, or what comes closest to one; raises Undecodable."""
-        headers = self.headers
         message_id = self.text("message_id") or new_id()
-        tracking_ids: tuple[str, ...] = (message_id,)
-        expires_at = key = None
-        created_at = self._moment(CREATED_AT)
-        if len(headers) > 1 or created_at is None:
-            tracking_ids = self._tracking_ids(message_id)
-            key = self._own(KEY, str)
-            expires_at = self._moment(EXPIRES_AT)
-            routing_key = self._own(ROUTING_KEY, str) or routing_key
+        created_at = self._moment(CREATED_AT) or self._timestamp()
+        content_type = self.text("content_type") or BYTES
+        if self.is_fresh:
+            return Message(
+                routing_key=routing_key,
+                body=body,
+                content_type=content_type,
+                tracking_ids=(message_id,),
+                created_at=created_at,
+            )
         return Message(
-            routing_key=routing_key,
+            routing_key=self._own(ROUTING_KEY, str) or routing_key,
             body=body,
-            content_type=self.text("content_type") or BYTES,
-            headers=self._user_headers() if len(headers) > 1 or created_at is None else {},
-            key=key,
-            tracking_ids=tracking_ids,
-            created_at=created_at or self._timestamp(),
-            expires_at=expires_at,
+            content_type=content_type,
+            headers=self._user_headers(),
+            key=self._own(KEY, str),
+            tracking_ids=self._tracking_ids(message_id),
+            created_at=created_at,
+            expires_at=self._moment(EXPIRES_AT),
         )
 
     @property
