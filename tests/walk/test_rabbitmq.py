@@ -175,14 +175,21 @@ async def test_a_message_that_the_broker_cannot_take_fails_alone(
     other, published = await asyncio.gather(
         transport.publish(again := [Message(routing_key="a", body=b"") for _ in range(20)]), transport.publish(batch)
     )
-    assert published.confirmed == {large.id, *(message.id for message in good)}
-    assert set(published.refused) == {rerouting.id, *(message.id for message in too_large)}
-    assert all(refusal.permanent for refusal in published.refused.values())
+    confirmed, refused = set(published.confirmed), dict(published.refused)
+    async with asyncio.timeout(PATIENCE):
+        while doubtful := [message for message in batch if message.id not in confirmed | refused.keys()]:
+            with suppress(TransportUnavailable):  # as a relay does, where a slow machine left some in doubt
+                published = await transport.publish(doubtful)
+                confirmed |= published.confirmed
+                refused |= published.refused
+    assert confirmed == {large.id, *(message.id for message in good)}
+    assert set(refused) == {rerouting.id, *(message.id for message in too_large)}
+    assert all(refusal.permanent for refusal in refused.values())
     assert not other.refused  # one that was in flight beside it may be in doubt, and is published again
     assert (await transport.publish(again)).confirmed == {message.id for message in again}
     deliveries = transport.consume(listener, 100)
     found = set()
-    while not found >= published.confirmed:
+    while not found >= confirmed:
         delivery = await asyncio.wait_for(anext(deliveries), PATIENCE)
         found.add(delivery.attempt.message.id)
         delivery.settle(Done())
