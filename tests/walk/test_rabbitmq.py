@@ -8,6 +8,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
