@@ -8,6 +8,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -176,14 +177,21 @@ async def test_a_message_that_the_broker_cannot_take_fails_alone(
     published, *others = await asyncio.gather(
         transport.publish(batch), *(transport.publish([one]) for one in again[:5]), transport.publish(again[5:])
     )
-    assert published.confirmed == {large.id, *(message.id for message in good)}
-    assert set(published.refused) == {rerouting.id, *(message.id for message in too_large)}
-    assert all(refusal.permanent for refusal in published.refused.values())
+    confirmed, refused = set(published.confirmed), dict(published.refused)
+    async with asyncio.timeout(PATIENCE):
+        while doubtful := [message for message in batch if message.id not in confirmed | refused.keys()]:
+            with suppress(TransportUnavailable):  # as a relay does, where a slow machine left some in doubt
+                published = await transport.publish(doubtful)
+                confirmed |= published.confirmed
+                refused |= published.refused
+    assert confirmed == {large.id, *(message.id for message in good)}
+    assert set(refused) == {rerouting.id, *(message.id for message in too_large)}
+    assert all(refusal.permanent for refusal in refused.values())
     assert not any(other.refused for other in others)  # what was in flight beside it has done nothing
     assert (await transport.publish(again)).confirmed == {message.id for message in again}
     deliveries = transport.consume(listener, 100)
     found = set()
-    while not found >= published.confirmed:
+    while not found >= confirmed:
         delivery = await asyncio.wait_for(anext(deliveries), PATIENCE)
         found.add(delivery.attempt.message.id)
         delivery.settle(Done())
