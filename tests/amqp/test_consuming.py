@@ -369,6 +369,7 @@ async def test_a_dead_letter_is_safe_before_the_delivery_is_acknowledged(
     headers = copy.properties.headers or {}
     assert (headers["outbox-reason"], headers["outbox-error"], headers["color"]) == ("rejected", "no such order", "red")
     assert not [name for name in headers if name.startswith("x-")]
+    await asyncio.sleep(0.3)  # longer than acknowledgements wait for each other
     assert not peer.has_settled and not landing.done()
     await confirm(copy)
     await Ledger(peer, tag).until_acked(tag)
