@@ -1,13 +1,14 @@
 """RabbitMQ's topology: the names, arguments and order of what listeners need."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pamqp import commands
 
 from outbox import ConfigurationError, Listener, RetryPolicy
 from outbox.core.durations import parse_duration
@@ -196,7 +197,7 @@ def test_a_delay_that_rabbitmq_cannot_hold_is_refused() -> None:
     [
         lambda: Names(""),
         lambda: Names("amq.topic"),
-        lambda: Names("x" * 240),
+        lambda: Names("x" * 104),
         lambda: Names("two\nlines"),
         lambda: Names("outbox", "amq."),
         lambda: Names("outbox", "x" * 250).queue("billing"),
@@ -210,9 +211,26 @@ def test_names_that_rabbitmq_would_refuse_are_refused_before_it_is_asked(make: A
 
 
 def test_the_longest_names_fit() -> None:
-    names = Names("x" * 231)
-    assert len(names.delay(LONGEST_DELAY - timedelta(days=26))) <= 255
+    names = Names("x" * 103)
+    assert len(names.delay(LONGEST_DELAY - timedelta(days=26))) <= 127
     assert len(names.dead_letter_queue(names.queue("x" * 251))) == 255
+
+
+@pytest.mark.parametrize("character", [*map(chr, range(32, 127)), "ä"])
+def test_names_have_the_characters_that_the_client_takes(character: str) -> None:
+    name = f"module.{character}"
+    expected = _takes(lambda: commands.Queue.Declare(queue=name))
+    assert _takes(lambda: commands.Exchange.Declare(exchange=name)) == expected
+    assert _takes(lambda: Names(name)) == expected
+    assert _takes(lambda: Names().queue(name)) == expected
+
+
+def _takes(make: Callable[[], object]) -> bool:
+    try:
+        make()
+    except (ValueError, ConfigurationError):
+        return False
+    return True
 
 
 @pytest.mark.parametrize("queue", ["billing.dlq", "outbox.delay_1s", "billing"])

@@ -200,12 +200,11 @@ async def test_terraform_makes_what_the_listeners_need_and_the_marker_last(shop:
 
 def test_names_that_mean_something_to_terraform_are_quoted() -> None:
     name = 'a "quoted" ${template} %{too} \\ ä'
-    topology = Topology.of(Names("9 lives", name), [on_order], [timedelta(seconds=1)])
+    listener = Listener(name, print, queue="billing")  # other names at the broker have plain characters only
+    topology = Topology.of(Names("9 lives"), [listener], [timedelta(seconds=1)])
     found = resources(terraform(topology, name, {"worker": name}))
     assert {each.label for each in found} == {"_9_lives", "_9_lives_topology", "_9_lives_worker"}
-    assert {f"{name}billing", f"{name}billing.dlq"} <= {
-        each.values["name"] for each in found if each.kind == "rabbitmq_queue"
-    }
+    assert name in {each.values["routing_key"] for each in found if each.kind == "rabbitmq_binding"}
     assert {each.values["vhost"] for each in found} == {name}
 
 

@@ -26,6 +26,9 @@ from outbox.core.retry import RetryPolicy
 DEAD_LETTER_SUFFIX = ".dlq"
 LONGEST_DELAY = timedelta(milliseconds=2**32 - 1)  # the longest time to live that RabbitMQ takes
 _LONGEST_SUFFIX = len(".delay_49d23h59m59s999ms")
+# RabbitMQ takes more, its client does not.
+_LONGEST_EXCHANGE = 127
+_NAME = re.compile(r"[a-zA-Z0-9\-_.:@#,/+ ]*")
 
 # Each delay is a queue, so one that nobody can list beforehand is rounded up to the next of these.
 STEPS = tuple(
@@ -78,7 +81,7 @@ class Names:
     queue_prefix: str = ""  # what the names of queues begin with; exchanges are told apart by `exchange_name`
 
     def __post_init__(self) -> None:
-        _check_own(self.exchange_name, "exchange_name", LONGEST_KEY - _LONGEST_SUFFIX)
+        _check_own(self.exchange_name, "exchange_name", _LONGEST_EXCHANGE - _LONGEST_SUFFIX)
         if self.queue_prefix:
             _check_own(self.queue_prefix, "queue_prefix", LONGEST_KEY)
 
@@ -272,6 +275,10 @@ def _check_own(name: str, what: str, longest: int) -> None:
     check_name(name, what)
     if len(name.encode()) > longest:
         raise ConfigurationError(f"a {what} has at most {longest} bytes on RabbitMQ: {name[:40]!r}… has more")
+    if not _NAME.fullmatch(name):
+        raise ConfigurationError(
+            f"{what}={name!r}: names at RabbitMQ have a-z A-Z 0-9, spaces and - _ . : @ # , / + only, so choose another"
+        )
     if name.startswith("amq."):
         raise ConfigurationError(f"{what}={name!r}: RabbitMQ keeps names that begin with amq. to itself")
 
