@@ -6,7 +6,9 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import aio_pika
 import pytest
+from aio_pika.abc import AbstractChannel
 from sqlalchemy import Engine, create_engine, make_url
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
@@ -78,6 +80,32 @@ def make_outbox(db_engine: AsyncEngine, make_outbox: Callable[..., Outbox]) -> C
 async def outbox(make_outbox: Callable[..., Outbox], db_engine: AsyncEngine, recorder: Recorder) -> Outbox:
     """One outbox on the application's engine."""
     return make_outbox(db_engine=db_engine, observers=[LoggingObserver(), recorder])
+
+
+@pytest.fixture
+def make_rabbitmq_outbox(
+    make_outbox: Callable[..., Outbox], db_engine: AsyncEngine, rabbitmq_url: str, recorder: Recorder
+) -> Callable[..., Outbox]:
+    """Outboxes on the application's engine and a virtual host of this test's own."""
+
+    def make(**options: Any) -> Outbox:
+        broker = {"rabbitmq_url": rabbitmq_url, "observers": [LoggingObserver(), recorder]}
+        return make_outbox(**{"db_engine": db_engine, **broker, **options})
+
+    return make
+
+
+@pytest.fixture
+async def rabbitmq_outbox(make_rabbitmq_outbox: Callable[..., Outbox]) -> Outbox:
+    """One of these."""
+    return make_rabbitmq_outbox()
+
+
+@pytest.fixture
+async def channel(rabbitmq_url: str) -> AsyncIterator[AbstractChannel]:
+    """A channel for looking at that virtual host beside the library."""
+    async with await aio_pika.connect(rabbitmq_url) as connection:
+        yield await connection.channel()
 
 
 @pytest.fixture

@@ -13,4 +13,5 @@ PSYCOPG = "postgresql+psycopg"
 
 on_every_driver = pytest.mark.parametrize("database_url", [SQLITE, ASYNCPG, PSYCOPG], indirect=True)
 on_postgresql = pytest.mark.parametrize("database_url", [ASYNCPG, PSYCOPG], indirect=True)
+on_both_stores = pytest.mark.parametrize("database_url", [SQLITE, ASYNCPG], indirect=True)
 on_sqlite = pytest.mark.parametrize("database_url", [SQLITE], indirect=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from typing import Any
@@ -203,3 +204,16 @@ def test_a_dead_letter_says_why_and_its_next_copy_does_not() -> None:
     assert not {"outbox-reason", "outbox-error"} & set(
         as_pamqp_reads(letter.carried_on("k", message, {})).headers or {}
     )
+
+
+def test_a_dead_letter_that_comes_back_has_all_its_attempts_before_it_and_no_expiration() -> None:
+    message = Message(routing_key="k", body=b"", key="a", expires_at=datetime.now(UTC))
+    envelope = Envelope.read(encoded(message))
+    headers = of_dead_letter(Attempt(message, 3, crash_count=2), envelope, "orders", Dead(Reason.CRASHED, "died"))
+    letter = Envelope.read(envelope.carried_on("k", message, headers))
+    assert letter.is_dead_letter
+    revived = letter.revived()
+    assert not revived.is_dead_letter
+    assert (revived.attempt_count, revived.crashes) == (1, None)
+    assert revived.message("orders", b"") == replace(message, expires_at=None)
+    assert "attempt 3 was the last, crashed" in revived.history

@@ -119,6 +119,8 @@ class Tray:
             self._acknowledgements.settled(incoming.tag)
             self._channel.settle((), [(incoming.tag, False)])  # only the broker can carry what nobody can read
             return
+        if envelope.is_dead_letter:
+            envelope = envelope.revived()  # somebody moved it back, by a shovel or by hand
         try:
             message = envelope.message(incoming.routing_key, incoming.body)
             verdict, crashes = self._suspects.judge(envelope, (self.queue, message.id), self._deliveries.listener)

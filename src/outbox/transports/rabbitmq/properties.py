@@ -38,6 +38,7 @@ ERROR = "outbox-error"
 LONGEST_HISTORY = 16 * 1024  # bytes: the oldest lines go first
 
 _OF_THIS_COPY = (ON_TRIAL, QUEUE, REASON, ERROR, DIED_AT)
+_OF_THIS_LIFE = (*_OF_THIS_COPY, ATTEMPT, CRASHES, EXPIRES_AT)
 _COUNTS = ("x-delivery-count", "x-acquired-count")  # by version
 # These make the broker send copies elsewhere, and they are lists there.
 _REROUTING = frozenset({"CC", "BCC"})
@@ -247,6 +248,14 @@ class Envelope:
         properties["message_id"] = encode.short_string(message.id)
         flags = sum(bit for name, bit in _PROPERTIES if name in properties)
         return _SHORT.pack(flags) + b"".join(properties[name] for name, _ in _PROPERTIES if name in properties)
+
+    @property
+    def is_dead_letter(self) -> bool:
+        return REASON in self.headers
+
+    def revived(self) -> Envelope:
+        """The same with all attempts before it and no expiration; its history stays."""
+        return Envelope(self.properties, {name: raw for name, raw in self.headers.items() if name not in _OF_THIS_LIFE})
 
     def without_ours(self) -> Envelope:
         """The same without our own headers, if they are not what they should be."""
