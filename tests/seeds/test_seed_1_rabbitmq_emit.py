@@ -124,13 +124,13 @@ async def test_models_dicts_and_bytes_travel_with_the_content_type_of_what_they_
 async def test_eta_holds_a_message_in_the_table_until_it_is_due(
     rabbitmq_outbox: Outbox, db_engine: AsyncEngine, users: Listener, arrivals: Arrivals
 ) -> None:
+    began = time.time()
     etas: dict[str, Any] = {
         "user.naive": datetime.datetime.now() + timedelta(seconds=0.4),  # noqa: DTZ005 - the seed's words
         "user.aware": datetime.datetime.now(datetime.UTC) + timedelta(seconds=0.4),
         "user.timedelta": timedelta(seconds=0.4),
         "user.milliseconds": 400,
     }
-    began = time.time()
     async with rabbitmq_outbox.running(relay=True, listeners=[users]):
         async with AsyncSession(db_engine) as session:
             await rabbitmq_outbox.emit(
