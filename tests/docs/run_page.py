@@ -1,12 +1,12 @@
 """Run the blocks of one page, in their order and in the current folder:
 
-    python -m tests.docs.run_page README.md [postgresql+asyncpg://…]
+    python -m tests.docs.run_page README.md [PLACEHOLDER=postgresql+asyncpg://…]
 
 Python blocks share one namespace and one event loop, as if they were typed into `python -m asyncio`. One that begins
 with a file's name is written to that file instead. A `text` block after a Python block is what that block prints. In
 `console` blocks, lines behind `$` are run, the lines below each are what it prints, and `^C` interrupts what runs for
 ever; what such a program prints may come in another order. An id that the page shows stands for the one that was
-printed in its place.
+printed in its place. Addresses of servers that the page names are replaced by those that are given.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import asyncio
 import contextlib
 import io
 import os
-import re
 import shlex
 import signal
 import subprocess
@@ -32,6 +31,7 @@ from .pages import Block, Page
 
 PLACEHOLDER = "postgresql+asyncpg://user:password@localhost/orders"
 POOLED = "postgresql+asyncpg://user:password@localhost:6432/orders"
+BROKER = "amqp://user:password@localhost:5672/"
 PATIENCE = 240.0  # seconds for anything that a page waits for
 
 
@@ -39,10 +39,11 @@ class NotAsShown(Exception):
     """A page and the library disagree."""
 
 
-def main(path: str, postgresql_url: str = "") -> None:
+def main(path: str, *replacements: str) -> None:
     page = Page(Path(path).resolve())
+    servers = dict(each.split("=", 1) for each in replacements)
     with asyncio.Runner() as runner:
-        run = Run(page, runner, postgresql_url)
+        run = Run(page, runner, servers)
         for block, following in pairs(page.blocks):
             run.block(block, following)
         run.end()
@@ -56,10 +57,10 @@ def pairs(blocks: list[Block]) -> Iterator[tuple[Block, Block | None]]:
 class Run:
     """One page's blocks, one after another."""
 
-    def __init__(self, page: Page, runner: asyncio.Runner, postgresql_url: str) -> None:
+    def __init__(self, page: Page, runner: asyncio.Runner, servers: dict[str, str]) -> None:
         self._page = page
         self._runner = runner
-        self._postgresql_url = postgresql_url
+        self._servers = servers  # by the addresses that the page shows
         self._main = sys.modules["__main__"] = types.ModuleType("__main__")
         self._console = Console()
         self._ids: dict[str, str] = {}  # those of the page, with those that were printed
@@ -68,7 +69,9 @@ class Run:
         """Run a block; the one behind it may be what it prints."""
         if block.exempted_because is not None:
             return
-        text = re.sub(f"{re.escape(PLACEHOLDER)}|{re.escape(POOLED)}", self._postgresql_url or PLACEHOLDER, block.text)
+        text = block.text
+        for shown, address in self._servers.items():
+            text = text.replace(shown, address)
         if block.file_name is not None:
             Path(block.file_name).write_text(text)
         elif block.language == "python":

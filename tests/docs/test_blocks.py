@@ -16,10 +16,11 @@ import pytest
 from outbox.testing.servers import PgBouncer
 
 from .pages import all_pages
-from .run_page import PLACEHOLDER, POOLED
+from .run_page import BROKER, PLACEHOLDER, POOLED
 
 RUN = ("python", "console", "text")  # a text block shows what the Python block before it prints
 DRAWN = ("",)  # pictures, in no language
+SERVERS = {PLACEHOLDER: "database", POOLED: "pooled", BROKER: "rabbitmq_url"}  # what a page names, and its fixture
 MOST_EXEMPTIONS = 3
 WITHIN = 280.0  # seconds for a page
 
@@ -47,11 +48,9 @@ def pooled(database: str) -> Iterator[str]:
 def test_every_block_of_the_page_runs_and_prints_what_the_page_shows(
     name: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    wanted = [
-        fixture for word, fixture in {PLACEHOLDER: "database", POOLED: "pooled"}.items() if word in PAGES[name].text
-    ]
-    urls = [request.getfixturevalue(fixture) for fixture in wanted]
-    run(PAGES[name].path, tmp_path, *urls)
+    servers = {shown: fixture for shown, fixture in SERVERS.items() if shown in PAGES[name].text}
+    replacements = [f"{shown}={request.getfixturevalue(fixture)}" for shown, fixture in servers.items()]
+    run(PAGES[name].path, tmp_path, *replacements)
 
 
 def test_the_example_of_the_readme_runs_on_postgresql_with_nothing_but_another_url(
@@ -94,12 +93,12 @@ def test_every_file_that_a_page_shows_is_used_by_a_command_or_block_behind_it(na
             assert block.file_name.removesuffix(".py") in behind, f"nothing runs {block.file_name}"
 
 
-def run(page: Path, folder: Path, postgresql_url: str = "") -> None:
+def run(page: Path, folder: Path, *replacements: str) -> None:
     """Run a page's blocks in a process of its own."""
     # Warnings are errors, but a short script may end without closing its engines.
     python = [sys.executable, "-W", "error", "-W", "ignore::ResourceWarning"]
     process = subprocess.Popen(
-        [*python, "-m", f"{__package__}.run_page", str(page), postgresql_url],
+        [*python, "-m", f"{__package__}.run_page", str(page), *replacements],
         cwd=folder,
         env={**_surroundings(), "PYTHONPATH": str(_package_root()), "PYTHONDONTWRITEBYTECODE": "1"},
         stdout=subprocess.PIPE,

@@ -6,6 +6,7 @@ refused; an exchange `{exchange_name}.topology_v1` marks what was made for this 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import Any
 
@@ -15,6 +16,7 @@ from aio_pika.abc import AbstractChannel, ExchangeType
 
 from outbox import ConfigurationError, Listener, Outbox, listen
 from tests.broker import VirtualHost
+from tests.seeds.observing import arrival
 from tests.seeds.queues import taken
 
 EXCHANGE_NAME = "outbox"
@@ -121,6 +123,28 @@ async def test_the_seeds_own_terraform_is_refused_before_a_message_is_touched(
     assert "outbox.topology_v1" not in vhost.exchanges()
     message = await taken(channel, user_handler.queue)
     assert (message.body, message.redelivered) == (b"untouched", False)
+
+
+async def test_whoever_deletes_the_delay_queues_of_the_seeds_terraform_goes_on_with_the_rest(
+    vhost: VirtualHost, channel: AbstractChannel, caplog: pytest.LogCaptureFixture
+) -> None:
+    await terraform(channel)
+    for delay in RETRY_DELAYS:
+        await channel.queue_delete(f"outbox.delay_{delay}s")
+    heard: asyncio.Queue[Any] = asyncio.Queue()
+
+    @listen("user.created", queue="myapp.user_handler")
+    async def on_user_created(user: object, attempt_count: int, routing_key: str) -> None:
+        heard.put_nowait((user, attempt_count, routing_key))
+
+    exchange = await channel.get_exchange(EXCHANGE_NAME)
+    waiting = aio_pika.Message(b"{}", headers={"x-delivery-count": "3", "x-original-routing-key": "user.created"})
+    await exchange.publish(waiting, "user.created")
+    async with Outbox(rabbitmq_url=vhost.url).running(listeners=[on_user_created]):
+        assert await arrival(heard) == ({}, 1, "user.created")
+    assert vhost.queues()["outbox.delay_10s"]["arguments"]["x-dead-letter-exchange"] == ""
+    assert "myapp.user_handler" in caplog.text
+    assert "x-overflow" in caplog.text
 
 
 # What happens without pre-provisioning
