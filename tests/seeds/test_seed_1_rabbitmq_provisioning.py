@@ -143,8 +143,12 @@ async def test_whoever_deletes_the_delay_queues_of_the_seeds_terraform_goes_on_w
     async with Outbox(rabbitmq_url=vhost.url).running(listeners=[on_user_created]):
         assert await arrival(heard) == ({}, 1, "user.created")
     assert vhost.queues()["outbox.delay_10s"]["arguments"]["x-dead-letter-exchange"] == ""
-    assert "myapp.user_handler" in caplog.text
-    assert "x-overflow" in caplog.text
+    warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 2
+    for argument, record in zip(("x-dead-letter-strategy", "x-overflow"), warnings, strict=True):
+        assert f"'myapp.user_handler' has no {argument}" in record.getMessage()
+        assert "rabbitmqctl delete_queue myapp.user_handler" in record.getMessage()
+    assert not [record for record in caplog.records if record.levelno > logging.WARNING]
 
 
 # What happens without pre-provisioning

@@ -11,6 +11,7 @@ from outbox import Message
 from outbox.core.attempt import Attempt, Dead, Done, Reason, Released, RetryIn
 from outbox.core.binding import Binding
 from outbox.core.events import (
+    Advised,
     Bound,
     CleanedUp,
     Emitted,
@@ -99,6 +100,7 @@ CASES: list[Any] = [
     pytest.param(Started("worker", "transport database"), logging.INFO, ["worker", "database"], id="started"),
     pytest.param(Stopped("relay"), logging.INFO, ["relay", "stopped"], id="stopped"),
     pytest.param(Stopped("worker", 2), logging.WARNING, ["stopped", "2", "abandoned"], id="abandoned"),
+    pytest.param(Advised("topology", "delete it\nsoon"), logging.WARNING, ["topology", "delete it"], id="advised"),
     pytest.param(
         Troubled("relay", ConnectionError("away"), timedelta(seconds=2)),
         logging.ERROR,

@@ -105,6 +105,14 @@ class Stopped:
 
 
 @dataclass(frozen=True, slots=True)
+class Advised:
+    """Something works, and would be safer if it were otherwise."""
+
+    where: str
+    advice: str
+
+
+@dataclass(frozen=True, slots=True)
 class Troubled:
     """Something outside went wrong; the work goes on or starts again after a pause."""
 
@@ -125,6 +133,7 @@ Event = (
     | CleanedUp
     | Started
     | Stopped
+    | Advised
     | Troubled
 )
 

@@ -7,6 +7,7 @@ import logging
 from outbox.core.attempt import Dead, Done, Reason, Released, RetryIn
 from outbox.core.durations import in_words
 from outbox.core.events import (
+    Advised,
     Bound,
     CleanedUp,
     Emitted,
@@ -26,7 +27,7 @@ logger = logging.getLogger("outbox")
 
 
 class LoggingObserver:
-    """DEBUG: bindings and batches. INFO: normal work. WARNING: retries, dead letters, lost leases. ERROR: failures."""
+    """DEBUG: bindings, batches. INFO: work. WARNING: retries, dead letters, lost leases, advice. ERROR: failures."""
 
     def __call__(self, event: Event) -> None:
         match event:
@@ -64,6 +65,8 @@ class LoggingObserver:
                     logger.warning("%s stopped, %d listeners did not end in time and were abandoned", what, abandoned)
                 else:
                     logger.info("%s stopped", what)
+            case Advised(where, advice):
+                logger.warning("%s: %s", where, _first_line(advice))
             case Troubled(where, error, pause):
                 logger.error("%s: %s; again in %s", where, _words(error), in_words(pause))
 

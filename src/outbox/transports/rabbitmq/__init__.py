@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Sequence
-from datetime import timedelta
 from functools import partial
 from typing import Self, TypeVar
 
@@ -15,7 +14,7 @@ from yarl import URL
 from outbox.core.cancellation import cancelled_from_outside
 from outbox.core.dead_letter import DeadLetters
 from outbox.core.errors import ConfigurationError, TransportClosed, TransportUnavailable
-from outbox.core.events import Troubled
+from outbox.core.events import Advised
 from outbox.core.listener import Listener
 from outbox.core.message import Message
 from outbox.core.transport import Defaults, Features, Published, Refusal
@@ -136,7 +135,8 @@ class RabbitmqTransport:
         self._courier.topology = topology
         self._courier.writes_dead_letters = declared.dead_letters
         for mismatch in declared.weaker:
-            self._observe(Troubled("topology", ConfigurationError(str(mismatch)), timedelta(0)))
+            advice = f"{mismatch}: a broker that crashes may lose a message there. When it is empty: {mismatch.way_out}"
+            self._observe(Advised("topology", advice))
 
     def consume(self, listener: Listener, prefetch: int) -> RabbitmqDeliveries:
         return RabbitmqDeliveries(
