@@ -7,6 +7,7 @@ The rulings: `message` without annotation is aio-pika's object, and a body that 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -84,6 +85,16 @@ async def test_a_decorated_function_and_a_listener_made_by_hand_get_what_was_emi
         "analytics_service.on_user_created",
         "analytics_service.on_user_created.dlq",
     }
+
+
+def test_a_listener_holds_nothing_of_the_worker_that_runs_it() -> None:
+    """The ruling: no `queue_obj` and no `consumer_tag`, so that one declaration can serve many workers."""
+    fields = {each.name for each in dataclasses.fields(Listener)}
+    assert fields >= {"binding_key", "callback", "queue", "retry_delays"}
+    assert not fields & {"queue_obj", "consumer_tag"}
+    listener = Listener("user.created", print, queue="users")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        listener.queue = "another"  # type: ignore[misc]
 
 
 @on_sqlite

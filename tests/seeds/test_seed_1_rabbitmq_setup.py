@@ -190,6 +190,19 @@ async def test_database_and_broker_have_the_spellings_of_the_seed(
     await connection.close()
 
 
+async def test_a_database_in_memory_works_as_the_seed_says(rabbitmq_url: str, arrivals: Arrivals) -> None:
+    outbox = Outbox(db_engine_url="sqlite+aiosqlite:///:memory:", rabbitmq_url=rabbitmq_url, poll_interval=0.2)
+
+    @listen("user.created", queue="users", retry_delays=())
+    async def users(user: object, session: AsyncSession) -> None:
+        arrivals.put_nowait(user)
+
+    async with outbox.running(relay=True, listeners=[users]):
+        await emit_and_commit(outbox)
+        assert await arrival(arrivals) == JOHN
+    await outbox.close()
+
+
 def test_a_url_and_a_connection_exclude_each_other() -> None:
     with pytest.raises(ConfigurationError):
         Outbox(rmq_connection_url="amqp://guest:guest@localhost:5672/", rmq_connection=object())
