@@ -34,7 +34,7 @@ from outbox.observers.logging import LoggingObserver
 from outbox.outbound.cleanup import Cleanup
 from outbox.outbound.connections import AnySession, PlainSession
 from outbox.outbound.emitter import Emitter, Key
-from outbox.outbound.publishing import Pipeline, Publisher
+from outbox.outbound.publishing import SIDE_BY_SIDE, Publisher
 from outbox.outbound.relay import Relay, Round
 from outbox.outbound.routing import Router
 from outbox.settings import Settings
@@ -408,8 +408,8 @@ class Outbox:
             router = self._router(transport)
             relays.append(self._relay(router, router.wait, look, "relay"))
         elif relay:
-            publishing = Pipeline(self._publisher(transport))
-            relays.append(self._relay(publishing, self.store.wait, look, "relay"))
+            publisher = self._publisher(transport)
+            relays.append(self._relay(publisher, self.store.wait, look, "relay", side_by_side=SIDE_BY_SIDE))
         return relays
 
     def _cleanup(self) -> Cleanup:
@@ -443,8 +443,18 @@ class Outbox:
             observe=self._observe,
         )
 
-    def _relay(self, work: Round, wait: Callable[[float], Awaitable[None]], longest: float, name: str) -> Relay:
-        return Relay(work, wait=wait, poll_interval=longest, observe=self._observe, name=name)
+    def _relay(
+        self,
+        work: Round,
+        wait: Callable[[float], Awaitable[None]],
+        longest: float,
+        name: str,
+        *,
+        side_by_side: int = 1,
+    ) -> Relay:
+        return Relay(
+            work, wait=wait, poll_interval=longest, observe=self._observe, name=name, side_by_side=side_by_side
+        )
 
     def _described(self, transport: Transport, listeners: Sequence[Listener]) -> str:
         queues = ", ".join(listener.queue for listener in listeners)

@@ -8,7 +8,6 @@ import pytest
 
 from outbox.core.events import Event, Troubled
 from outbox.outbound import relay as relay_module
-from outbox.outbound.publishing import IN_A_ROW, SIDE_BY_SIDE, Pipeline
 from outbox.outbound.relay import Relay, unless
 from outbox.stores.finish import finish
 
@@ -186,48 +185,59 @@ async def test_a_second_cancellation_does_not_cut_the_work_either() -> None:
     await asyncio.wait_for(ended.wait(), LONG)
 
 
-class Batches:
-    """Batches of one message, each with its end."""
+class Batches(Rounds):
+    """Batches of which the test sees how many are under way; the last one of them ends the relay."""
 
-    batch_size = 1
-
-    def __init__(self, *ends: int | Exception) -> None:
-        self.left = list(ends)
+    def __init__(self, *rounds: int | Exception) -> None:
+        super().__init__(*rounds)
         self.under_way = self.most_under_way = 0
 
     async def round(self) -> int:
-        end = self.left.pop(0)
         self.under_way += 1
         self.most_under_way = max(self.most_under_way, self.under_way)
-        await asyncio.sleep(0)
-        self.under_way -= 1
-        if isinstance(end, Exception):
-            raise end
-        return end
+        try:
+            await asyncio.sleep(0)
+            return await super().round()
+        finally:
+            self.under_way -= 1
+
+    async def relay(self) -> None:
+        relay = Relay(self, wait=self.wait, poll_interval=0.4, observe=self.events.append, name="relay", side_by_side=2)
+        await asyncio.wait_for(relay.run(self.stop), LONG)
 
 
 async def test_while_batches_are_full_two_are_under_way() -> None:
-    batches = Batches(*[1] * 20)
-    assert await Pipeline(batches).round() == 1
-    assert batches.most_under_way == SIDE_BY_SIDE
-    assert len(batches.left) == 20 - 1 - SIDE_BY_SIDE * IN_A_ROW, "a relay must be able to stop"
+    batches = Batches(*[5] * 10)
+    batches.left += [0, 0]
+    await batches.relay()
+    assert batches.most_under_way == 2
 
 
-async def test_a_batch_that_is_not_full_is_the_last() -> None:
-    batches = Batches(0, 1)
-    assert await Pipeline(batches).round() == 0
-    assert batches.left == [1]
-
-
-async def test_batches_side_by_side_end_with_what_is_not_full() -> None:
-    batches = Batches(1, 1, 1, 0, 0)
-    assert await Pipeline(batches).round() == 0
-    assert batches.left == []
+async def test_a_batch_that_is_not_full_is_followed_by_none() -> None:
+    batches = Batches(1, 1, 1)
+    await batches.relay()
+    assert batches.most_under_way == 1
 
 
 async def test_a_batch_that_fails_cuts_no_other() -> None:
-    batches = Batches(1, OSError("away"), 1, 0)
-    with pytest.raises(OSError, match="away"):
-        await Pipeline(batches).round()
-    assert batches.left == []
-    assert batches.under_way == 0
+    batches = Batches(5, OSError("away"), 5, 0, 0)
+    await batches.relay()
+    assert [str(event.error) for event in batches.events if isinstance(event, Troubled)] == ["away"]
+    assert (batches.under_way, batches.left) == (0, [])
+
+
+async def test_a_stop_begins_no_further_batch() -> None:
+    batches = Batches(*[5] * 20)
+    rounds = 0
+
+    async def round() -> int:
+        nonlocal rounds
+        rounds += 1
+        if rounds == 4:
+            batches.stop.set()
+        await asyncio.sleep(0)
+        return 5
+
+    batches.round = round  # type: ignore[method-assign]
+    await batches.relay()
+    assert rounds <= 5

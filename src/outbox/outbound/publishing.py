@@ -13,11 +13,9 @@ from outbox.core.events import LeaseWasLost, Observer, Relayed
 from outbox.core.retry import RetryPolicy
 from outbox.core.store import Store
 from outbox.core.transport import Published, Transport
-from outbox.outbound.relay import Round
 
 DEADLINE = 30.0  # seconds after which a publish that has not answered is in doubt
 SIDE_BY_SIDE = 2  # batches under way while there is more than one
-IN_A_ROW = 4  # batches that each of them is followed by before anybody asks whether to stop
 
 
 class Publisher:
@@ -83,37 +81,6 @@ class Publisher:
                 self._observe(LeaseWasLost("terminal", attempt.id, None, attempt.attempt_count + attempt.crash_count))
             elif not isinstance(outcomes[attempt.id], Released):
                 self._observe(Relayed(attempt, outcomes[attempt.id]))
-
-
-class Pipeline:
-    """Batches side by side while they are full: one is claimed or settled while another is on its way."""
-
-    def __init__(self, work: Round) -> None:
-        self._work = work
-
-    @property
-    def batch_size(self) -> int:
-        return self._work.batch_size
-
-    async def round(self) -> int:
-        """Publish one batch, and many more if it was full; how many messages the last one held."""
-        taken = await self._work.round()
-        if taken < self.batch_size:
-            return taken
-        # Whichever fails, the others end first: a batch that is cut would be in doubt.
-        ends = await asyncio.gather(*(self._several() for _ in range(SIDE_BY_SIDE)), return_exceptions=True)
-        for end in ends:
-            if isinstance(end, BaseException):
-                raise end
-        return min(end for end in ends if isinstance(end, int))
-
-    async def _several(self) -> int:
-        taken = self.batch_size
-        left = IN_A_ROW
-        while left and taken >= self.batch_size:
-            taken = await self._work.round()
-            left -= 1
-        return taken
 
 
 class RefusedError(Exception):

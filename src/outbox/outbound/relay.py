@@ -37,8 +37,10 @@ class Relay:
         poll_interval: float,
         observe: Observer,
         name: str,
+        side_by_side: int = 1,  # rounds under way while batches are full: one may claim or settle while another sends
     ) -> None:
         self._work = work
+        self._side_by_side = side_by_side
         self._wait = wait
         self._pace = Pace(poll_interval)
         self._trouble = Pace(LONGEST_TROUBLE, SHORTEST_TROUBLE)
@@ -52,6 +54,8 @@ class Relay:
                 taken = await self._work.round()
                 if taken:
                     self._pace.reset()
+                if taken >= self._work.batch_size and self._side_by_side > 1:
+                    taken = await self._several(stop)
                 if taken < self._work.batch_size:  # nothing is left, or somebody would have rung the bell
                     await unless(stop, self._wait(self._pace.pause()))
                 self._trouble.reset()
@@ -63,6 +67,20 @@ class Relay:
                     pause = min(pause, LONGEST_AWAY)
                 self._observe(Troubled(self._name, error, timedelta(seconds=pause)))
                 await unless(stop, asyncio.sleep(pause))
+
+    async def _several(self, stop: asyncio.Event) -> int:
+        """Rounds side by side until one is not full; how much that one held. Whichever fails, no other is cut."""
+        ends = await asyncio.gather(*(self._one_of(stop) for _ in range(self._side_by_side)), return_exceptions=True)
+        for end in ends:
+            if isinstance(end, BaseException):
+                raise end
+        return min(end for end in ends if isinstance(end, int))
+
+    async def _one_of(self, stop: asyncio.Event) -> int:
+        taken = self._work.batch_size
+        while taken >= self._work.batch_size and not stop.is_set():
+            taken = await self._work.round()
+        return taken
 
 
 async def unless(stop: asyncio.Event, sleep: Awaitable[None]) -> None:

@@ -124,7 +124,8 @@ class SqlRouting:
             if (known := self._known(wanted)) is not None:
                 await self._route_straight(due | known, round)
             if not round.all_routed:
-                await self._store.transact(lambda connection: self._route(connection, due, unroutable, round))
+                rest = due | {"limit": limit - round.taken}
+                await self._store.transact(lambda connection: self._route(connection, rest, unroutable, round))
         except BaseException:
             for claim in round.claims.values():
                 await claim.give_back()
