@@ -115,7 +115,7 @@ async def test_a_broker_that_was_stopped_is_told_and_delivery_goes_on_when_it_is
     await asyncio.to_thread(broker.stop)
     try:
         await shop.emit(*range(10))
-        assert (await line(command)).startswith(f"rabbitmq: away: RabbitMQ at 127.0.0.1:{broker.port}: ")
+        assert await line(command) == f"rabbitmq: away: RabbitMQ at 127.0.0.1:{broker.port}: Connection refused"
         ran = await command.run("status", "--interval", "0", "--json")
         assert "away" in ran.document["transport"]["trouble"]
         assert ran.document["waiting"] == 10
