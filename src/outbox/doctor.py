@@ -17,6 +17,7 @@ from outbox.core.durations import in_words
 from outbox.core.errors import ConfigurationError
 from outbox.core.listener import Listener
 from outbox.core.store import Backlog, Difference, StoredMessage
+from outbox.core.transport import Transport, Watchable
 from outbox.instance import Outbox
 
 LARGEST_SKEW = timedelta(seconds=1)  # of the clocks; more is seen in the times that an `eta` names
@@ -51,13 +52,25 @@ async def _broker(outbox: Outbox, listeners: Sequence[Listener], management_url:
         from outbox.transports.rabbitmq import examining, topology
     except ImportError as error:
         raise ConfigurationError(f"RabbitMQ's client is not installed: {error}") from None
-    return await examining.examine(
+    findings = await examining.examine(
         settings.transport,
         topology.Names(settings.exchange_name, settings.queue_prefix),
         listeners,
         settings.policy("retry_delays"),
         management_url=management_url,
     )
+    reached = findings[0].level is Level.OK
+    return [*findings, *(await _alarm(outbox.transport) if reached else ())]
+
+
+async def _alarm(transport: Transport) -> list[Finding]:
+    """What keeps a broker that can be reached from taking messages."""
+    if not isinstance(transport, Watchable):
+        return []
+    async with transport.watched() as asked:
+        trouble = await asked()
+    advice = "make room at the broker: rabbitmqctl status names the alarm; relays wait, and no message loses an attempt"
+    return [] if trouble is None else [Finding(Level.ERROR, "broker", trouble, advice)]
 
 
 def _versions(outbox: Outbox, examination: Examination | None) -> Finding:

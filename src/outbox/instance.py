@@ -289,9 +289,14 @@ class Outbox:
         *,
         relay: bool = False,
         listeners: Sequence[Listener] = (),
+        leftovers: bool = False,
         ready: asyncio.Event | None = None,
     ) -> int:
-        """What relay, worker and running share: open, work until the shutdown, close."""
+        """What relay, worker and running share: open, work until the shutdown, close.
+
+        With `leftovers` a worker serves what lies in its transport's queues and routes nothing, so the table may belong
+        to another transport by now.
+        """
         if not relay and not listeners:
             check_listeners(listeners)
         # A transport that holds deliveries is closed with the run that holds them, not with another one beside it.
@@ -302,11 +307,11 @@ class Outbox:
                 self.engines.asynchronous  # noqa: B018 - a plain engine is told so, with advice
                 self._runs += 1
                 stack.push_async_callback(self._close_store)
-                await self._open_store(transport)
+                await (self.store.open() if leftovers else self._open_store(transport))
             stack.push_async_callback(transport.close)
             await transport.open()
             worker = await self._worker(transport, listeners, stack) if listeners else None
-            relays = self._relays(transport, relay) if needs_store else []
+            relays = self._relays(transport, relay, routes=not leftovers) if needs_store else []
             self._observe(Started("worker" if listeners else "relay", self._described(transport, listeners)))
             if ready is not None:
                 ready.set()
@@ -401,10 +406,10 @@ class Outbox:
     def _lease_of(self, listener: Listener) -> timedelta:
         return listener.lease_time or self.settings.duration("lease")
 
-    def _relays(self, transport: Transport, relay: bool) -> list[Relay]:
+    def _relays(self, transport: Transport, relay: bool, *, routes: bool) -> list[Relay]:
         look = self.settings.seconds_between_looks
         relays = [self._relay(self._cleanup(), asyncio.sleep, look * CLEAN_UP_EVERY, "cleanup")]
-        if isinstance(transport, DatabaseTransport):
+        if isinstance(transport, DatabaseTransport) and routes:
             router = self._router(transport)
             relays.append(self._relay(router, router.wait, look, "relay"))
         elif relay:

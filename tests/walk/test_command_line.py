@@ -21,7 +21,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from outbox import Backlog, Outbox, QueueBacklog, Reject, listen
 from outbox.cli.exits import ExitCode
-from outbox.cli.status import Look, Rates
+from outbox.cli.status import Asking, Look, Rates
 from outbox.core.attempt import Done
 from outbox.testing.servers import PostgreSQL
 
@@ -102,10 +102,10 @@ async def test_status_tells_the_rates_of_what_happens_meanwhile(
     look = module._look
     looked, happened = threading.Event(), threading.Event()
 
-    async def looks(outbox: Outbox) -> Look:
+    async def looks(outbox: Outbox, condition: Asking) -> Look:
         if looked.is_set():
             await asyncio.to_thread(happened.wait, SOON)
-        found: Look = await look(outbox)
+        found: Look = await look(outbox, condition)
         looked.set()
         return found
 

@@ -10,6 +10,7 @@ from outbox.cli import words
 from outbox.cli.asking import ask
 from outbox.cli.documents import print_document
 from outbox.cli.exits import ExitCode
+from outbox.cli.logs import hush_clients
 from outbox.cli.secrets import redacted
 from outbox.cli.targets import AsJson, OutboxName, find_listeners, find_outbox
 from outbox.core.diagnosis import Finding, Level
@@ -47,6 +48,7 @@ def doctor(
 
     Ends with 0 if all is well, and with 6 if there is an error. A warning counts only with --strict.
     """
+    hush_clients()
     listeners = find_listeners(listeners_name) if listeners_name else ()
     outbox = find_outbox(outbox_name)
     findings = ask(outbox, lambda: examine(outbox, listeners, management_url=management_url), needs_tables=False)

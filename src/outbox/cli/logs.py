@@ -38,3 +38,8 @@ def start_logging(level: LogLevel) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(PrintableFormatter(FORMAT))
     logging.basicConfig(level=level.upper(), handlers=[handler])
+
+
+def hush_clients() -> None:
+    """Keep a broker's client from stderr: what it warns of, a command that looks says itself."""
+    logging.getLogger("aiormq").addHandler(logging.NullHandler())

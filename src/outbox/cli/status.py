@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Annotated
@@ -18,11 +18,21 @@ from outbox.cli import screen, words
 from outbox.cli.asking import ask, explained
 from outbox.cli.documents import document, print_document
 from outbox.cli.exits import ExitCode, Failure
+from outbox.cli.logs import hush_clients
 from outbox.cli.queues import queue_table
 from outbox.cli.targets import AsJson, OutboxName, find_outbox
 from outbox.core.store import Backlog
+from outbox.core.transport import Watchable
 from outbox.instance import Outbox
 from outbox.shutdown import Shutdown, on_signals
+
+
+@dataclass(frozen=True)
+class Condition:
+    """How the destination of a transport is, where that can be asked."""
+
+    name: str
+    trouble: str | None  # why it takes no messages
 
 
 @dataclass(frozen=True)
@@ -52,6 +62,7 @@ class Look:
 
     at: datetime
     backlog: Backlog
+    condition: Condition | None = None  # of the transport
 
     @property
     def open_rows(self) -> int:
@@ -68,6 +79,8 @@ class Status:
     rates: Rates | None = None
     trouble: str = ""  # why there is no newer look
 
+
+Asking = Callable[[], Awaitable[Condition | None]]
 
 Watch = Annotated[bool, typer.Option("--watch", help="Look again and again, until Ctrl-C.")]
 Interval = Annotated[
@@ -86,6 +99,7 @@ def status(
 
     With --watch --json each look is a document on a line of its own.
     """
+    hush_clients()
     outbox = find_outbox(outbox_name)
     if watch:
         ask(outbox, lambda: _watch(outbox, max(interval, 0.1), as_json))
@@ -98,26 +112,28 @@ def status(
 
 
 async def _twice(outbox: Outbox, interval: float) -> Status:
-    first = await _look(outbox)
-    if not interval:
-        return Status(_table(outbox), first)
-    await asyncio.sleep(interval)
-    second = await _look(outbox)
-    return Status(_table(outbox), second, Rates.between(first, second))
+    async with _watched(outbox) as condition:
+        first = await _look(outbox, condition)
+        if not interval:
+            return Status(_table(outbox), first)
+        await asyncio.sleep(interval)
+        second = await _look(outbox, condition)
+        return Status(_table(outbox), second, Rates.between(first, second))
 
 
 async def _watch(outbox: Outbox, interval: float, as_json: bool) -> None:
     console = screen.console()
     with on_signals() as shutdown:
-        looks = _looks(outbox, interval, shutdown)
-        if as_json:
-            async for found in looks:
-                print_document(_document(found), compact=True)
-        elif console.is_terminal:
-            await _fill_screen(console, looks)
-        else:
-            async for found in looks:
-                screen.show(*_parts(found), "")
+        async with _watched(outbox) as condition:
+            looks = _looks(outbox, condition, interval, shutdown)
+            if as_json:
+                async for found in looks:
+                    print_document(_document(found), compact=True)
+            elif console.is_terminal:
+                await _fill_screen(console, looks)
+            else:
+                async for found in looks:
+                    screen.show(*_parts(found), "")
 
 
 async def _fill_screen(console: Console, looks: AsyncIterator[Status]) -> None:
@@ -130,16 +146,16 @@ async def _fill_screen(console: Console, looks: AsyncIterator[Status]) -> None:
         screen.show(*_parts(found))
 
 
-async def _looks(outbox: Outbox, interval: float, shutdown: Shutdown) -> AsyncIterator[Status]:
+async def _looks(outbox: Outbox, condition: Asking, interval: float, shutdown: Shutdown) -> AsyncIterator[Status]:
     """Looks until a signal. A database that goes away later than at the first one is waited for."""
-    before = await _look(outbox)
+    before = await _look(outbox, condition)
     found = Status(_table(outbox), before)
     while not shutdown.begun.is_set():
         yield found
         with suppress(TimeoutError):
             await asyncio.wait_for(shutdown.begun.wait(), interval)
         try:
-            after = await _look(outbox)
+            after = await _look(outbox, condition)
         except (SQLAlchemyError, OSError) as error:
             failure = explained(error, outbox)
             if failure.code != ExitCode.UNREACHABLE:
@@ -150,9 +166,22 @@ async def _looks(outbox: Outbox, interval: float, shutdown: Shutdown) -> AsyncIt
             before = after
 
 
-async def _look(outbox: Outbox) -> Look:
+async def _look(outbox: Outbox, condition: Asking) -> Look:
     backlog = await outbox.backlog()
-    return Look(datetime.now(UTC), backlog)
+    return Look(datetime.now(UTC), backlog, await condition())
+
+
+@asynccontextmanager
+async def _watched(outbox: Outbox) -> AsyncIterator[Asking]:
+    """How to ask for the condition of the transport; None is the answer where nobody can tell."""
+
+    async def asked() -> Condition | None:
+        return None if trouble is None else Condition(transport.name, await trouble())
+
+    transport = outbox.transport
+    async with AsyncExitStack() as stack:
+        trouble = await stack.enter_async_context(transport.watched()) if isinstance(transport, Watchable) else None
+        yield asked
 
 
 def _table(outbox: Outbox) -> str:
@@ -166,6 +195,7 @@ def _document(found: Status) -> dict[str, object]:
         "table": found.table,
         **backlog,
         "rates": found.rates,
+        "transport": found.look.condition,
         "trouble": found.trouble or None,
     }
 
@@ -183,6 +213,7 @@ def _parts(found: Status) -> list[RenderableType]:
                 ("sent", f"{backlog.sent}, kept by clean_up_after" if backlog.sent else 0),
                 ("dead", f"{backlog.dead}, see outbox dead-letters list" if backlog.dead else 0),
                 ("rows", _rates(found.rates)),
+                *_transport(found.look.condition),
             ]
         ),
         "",
@@ -198,6 +229,12 @@ def _parts(found: Status) -> list[RenderableType]:
 
 def _waiting(backlog: Backlog) -> str:
     return f"{backlog.waiting}, {backlog.due} of them due" if backlog.waiting else "0"
+
+
+def _transport(condition: Condition | None) -> list[tuple[str, str]]:
+    if condition is None:
+        return []
+    return [("transport", f"{condition.name}: {condition.trouble or 'takes messages'}")]
 
 
 def _rates(rates: Rates | None) -> str:

@@ -97,7 +97,9 @@ def switch_transport(
 ) -> None:
     """Let another transport have the table. Stop the relays and workers of the one before first.
 
-    Messages that already lie in queues of the database are not seen by a broker's relay: let workers finish them first.
+    Messages that already lie in queues of the database are not seen by a broker's relay: let workers finish them first,
+    or afterwards, with outbox worker --leftovers. All others go by the new transport, and none of them waits any more
+    for what the one before had no queue for.
     """
     if not name.isprintable() or " " in name or not 0 < len(name) <= 64:
         raise Failure(ExitCode.USAGE, f"{name!r}: a transport's name is one word")
@@ -121,7 +123,8 @@ async def _switch(outbox: Outbox, name: str, force: bool) -> str:
         raise Failure(
             ExitCode.WRONG,
             f"{words.count(queued, 'message lies', 'messages lie')} in queues of the database, where {name} would not "
-            "look for them: let workers finish them first, or add --force",
+            "look for them: let workers finish them first, or add --force and serve them afterwards with "
+            "outbox worker --leftovers",
         )
     await outbox.store.record_transport(name, switch=True)
     return before

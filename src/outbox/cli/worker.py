@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import typer
+
 from outbox.cli.logs import LogLevel, LogLevelName, start_logging
 from outbox.cli.serving import serve
 from outbox.cli.targets import ListenersName, OutboxName, find_listeners, find_outbox
 
+Leftovers = Annotated[
+    bool, typer.Option("--leftovers", help="Serve what lies in queues of a transport that the table belonged to.")
+]
+
 
 def worker(
-    listeners_name: ListenersName, outbox_name: OutboxName = "", log_level: LogLevelName = LogLevel.INFO
+    listeners_name: ListenersName,
+    leftovers: Leftovers = False,
+    outbox_name: OutboxName = "",
+    log_level: LogLevelName = LogLevel.INFO,
 ) -> None:
     """Serve listeners until SIGINT or SIGTERM, for example: outbox worker shop.listeners:all_listeners
 
@@ -16,8 +27,11 @@ def worker(
 
     On the first signal nothing new is started and running listeners get their grace (OUTBOX_GRACE, 30 s). Those that
     are still running then, or at a second signal, are abandoned: their messages are tried again.
+
+    With --leftovers it routes nothing, and the table may belong to another transport by now: that is how a move to
+    another transport ends.
     """
     listeners = find_listeners(listeners_name)
     outbox = find_outbox(outbox_name)
     start_logging(log_level)
-    serve(outbox, listeners)
+    serve(outbox, listeners, leftovers=leftovers)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from sqlalchemy import Executable
 
@@ -97,6 +97,16 @@ class Takers(Protocol):
     async def room(self, longest: float) -> None:
         """Sleep until some queue may want more; never longer than `longest` seconds."""
         ...
+
+
+Trouble = Callable[[], Awaitable[str | None]]  # asks why the destination takes no messages now; None: it does
+
+
+@runtime_checkable
+class Watchable(Protocol):
+    """A transport that can be asked how its destination is, by a process that neither publishes nor consumes."""
+
+    def watched(self) -> AbstractAsyncContextManager[Trouble]: ...
 
 
 class Transport(Protocol):

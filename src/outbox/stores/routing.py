@@ -104,6 +104,11 @@ class SqlRouting:
             await self._store.transact(lambda connection: connection.execute(self._look_again))
             self._store.announce(None)
 
+    async def begin_anew(self) -> None:
+        """Let what was refused or found no queue be due at once, as if nobody had tried it."""
+        await self._store.transact(lambda connection: connection.execute(self._try_anew))
+        self._store.announce(None)
+
     async def unbind(self, queue: str) -> int:
         """Remove a queue's bindings."""
 
@@ -261,6 +266,14 @@ class SqlRouting:
         waiting = self._store.skipping_locked(select(columns.id).where(columns.unroutable).order_by(columns.id))
         again = update(self._store.messages).where(columns.id.in_(waiting))
         return again.values(due_at=self._store.clock(), attempts=0)
+
+    @cached_property
+    def _try_anew(self) -> Executable:
+        columns = self._store.messages.c
+        tried = (columns.destination == NOT_ROUTED) & columns.done_at.is_(None) & (columns.attempts > 0)
+        waiting = self._store.skipping_locked(select(columns.id).where(tried).order_by(columns.id))
+        again = update(self._store.messages).where(columns.id.in_(waiting))
+        return again.values(due_at=self._store.clock(), attempts=0, starts=0, unroutable=False)
 
     @cached_property
     def _unrouted(self) -> Select[Any]:

@@ -385,6 +385,8 @@ class SqlStore(Spelling):
             connection.execute((ours if switch else ours.where(state.c.transport.is_(None))).values(transport=name))
             return str(connection.scalar(select(state.c.transport).where(state.c.id == 1)))
 
+        if switch:
+            await self.routing.begin_anew()
         return await self.transact(work)
 
     # Cleaning up.

@@ -9,6 +9,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from outbox.core.attempt import Dead, Done, Reason, RetryIn
 from outbox.core.binding import Binding
+from outbox.core.message import Schedule
 from outbox.core.store import Store
 from outbox.testing.store.cases import MakeStore, StoreCases, claimed, emit, message, queued, settled, soon
 
@@ -148,6 +149,27 @@ class RoutingCases(StoreCases):
         assert await make_store().record_transport("rabbitmq") == "database"
         assert await store.record_transport("rabbitmq", switch=True) == "rabbitmq"
         assert await store.record_transport("database") == "rabbitmq"
+
+    async def test_a_switch_of_transports_makes_everything_due_that_the_one_before_had_put_off(
+        self, engine: AsyncEngine, store: Store
+    ) -> None:
+        await queued(engine, store, message("routed"))
+        await settled(store, RetryIn(timedelta(hours=1), "no"))
+        await store.unbind("q")
+        await emit(engine, store, message("timer"), schedule=Schedule(due=timedelta(hours=1), timer_id="t"))
+        await emit(engine, store, message("refused"))
+        await settled(store, RetryIn(timedelta(hours=1), "no"), None)
+        await emit(engine, store, *(message("lonely") for _ in range(3)))
+        await store.route(100, {})
+        assert (await store.backlog()).unroutable == 3
+        await store.record_transport("database")
+        assert await store.record_transport("rabbitmq", switch=True) == "rabbitmq"
+        backlog = await store.backlog()
+        assert (backlog.waiting, backlog.due, backlog.unroutable) == (5, 4, 0)
+        found = await claimed(store, destination=None)
+        assert sorted(attempt.message.routing_key for attempt in found) == ["lonely", "lonely", "lonely", "refused"]
+        assert {attempt.attempt_count for attempt in found} == {1}
+        assert await claimed(store) == []
 
     async def test_of_many_first_transports_one_wins(self, make_store: MakeStore) -> None:
         stores = [make_store() for _ in range(4)]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from typing import Self, TypeVar
 
@@ -17,7 +18,7 @@ from outbox.core.errors import ConfigurationError, TransportClosed, TransportUna
 from outbox.core.events import Advised
 from outbox.core.listener import Listener
 from outbox.core.message import Message
-from outbox.core.transport import Defaults, Features, Published, Refusal
+from outbox.core.transport import Defaults, Features, Published, Refusal, Trouble
 from outbox.transports.rabbitmq.carrying import Courier
 from outbox.transports.rabbitmq.channels import Lost, Wire
 from outbox.transports.rabbitmq.confirms import Answer, Outgoing
@@ -30,6 +31,7 @@ from outbox.transports.rabbitmq.properties import Unsendable, encoded
 from outbox.transports.rabbitmq.publishing import ANSWER_WITHIN, Publishing, Result
 from outbox.transports.rabbitmq.suspects import Suspects
 from outbox.transports.rabbitmq.topology import Names, Topology
+from outbox.transports.rabbitmq.watching import Watch
 
 HEARTBEAT = 10  # seconds, if the URL has none: a connection that is silent for three times as long is dead
 START_WITHIN = 10.0  # seconds that a worker's start waits for a broker that is away
@@ -151,6 +153,18 @@ class RabbitmqTransport:
             trays=self._trays,
         )
 
+    @asynccontextmanager
+    async def watched(self) -> AsyncIterator[Trouble]:
+        """A connection that was given is its owner's to watch."""
+        if self._given is not None:
+            yield _unknown
+            return
+        watch = Watch(partial(self._connected_by_hand, "watch"))
+        try:
+            yield watch.trouble
+        finally:
+            await watch.close()
+
     def _outgoing(self, message: Message) -> Outgoing:
         properties = encoded(message)
         if len(properties) > LARGEST_PROPERTIES:
@@ -191,14 +205,23 @@ class RabbitmqTransport:
         return Link(connect, name=f"RabbitMQ {role}", observe=self._observe)
 
     async def _connected(self, role: str) -> Wire:
-        url = self._url
-        assert url is not None  # noqa: S101 - a transport without one was given a connection
-        try:
-            if self._by_hand:
-                return await FrameWire.connect(url, f"outbox {role}")
+        if self._by_hand:
+            return await self._connected_by_hand(role)
+        with self._explained() as url:
             connection = aiormq.Connection(url)
             await connection.connect()
             return PlainWire(connection, ours=True)
+
+    async def _connected_by_hand(self, role: str) -> FrameWire:
+        with self._explained() as url:
+            return await FrameWire.connect(url, f"outbox {role}")
+
+    @contextmanager
+    def _explained(self) -> Iterator[URL]:
+        url = self._url
+        assert url is not None  # noqa: S101 - a transport without one was given a connection
+        try:
+            yield url
         except Exception as error:  # noqa: BLE001 - what it means is told without the URL
             raise refusal(error, f"RabbitMQ at {url.host}:{url.port}") from None
 
@@ -212,6 +235,10 @@ class RabbitmqTransport:
         if given.transport is None:
             raise TransportUnavailable("the connection that was given is not open")
         return PlainWire(given.transport.connection)
+
+
+async def _unknown() -> str | None:
+    return None
 
 
 def _parsed(text: str | URL) -> URL:

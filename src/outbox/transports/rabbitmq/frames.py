@@ -141,6 +141,7 @@ class FrameWire:
         self._tap = tap
         self._writer = writer
         self._blocked: str | None = None
+        self._begun: FrameChannel | None = None  # a publish that is never finished
         self.on_blocked: Callable[[str], object] = lambda reason: None
         self.ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
         tap.on_connection = self._on_connection
@@ -173,6 +174,35 @@ class FrameWire:
 
     async def blocked(self) -> str | None:
         return self._blocked
+
+    async def asked_to_publish(self) -> str | None:
+        """Why the broker takes no publishes, found out. It tells only those who publish, and stops to listen to them.
+
+        So a publish is begun that is never finished: no message comes of it, and no right is needed for it.
+        """
+        if self._blocked is not None:
+            return self._blocked
+        if self._begun is None:
+            self._begun = await self.channel()
+            self._begun.begin_publish()
+        else:
+            self._begun.go_on_publishing()
+        refused = asyncio.Event()
+        self.on_blocked = lambda reason: refused.set()
+        answers = [asyncio.create_task(self._listens()), asyncio.create_task(_set(refused))]
+        try:
+            await asyncio.wait(answers, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for answer in answers:
+                answer.cancel()
+            ends = await asyncio.gather(*answers, return_exceptions=True)
+        if isinstance(ends[0], Lost):
+            raise ends[0]
+        return self._blocked
+
+    async def _listens(self) -> None:
+        channel = await self.channel()
+        await channel.close()
 
     async def channel(self) -> FrameChannel:
         if self.ended.done():
@@ -252,6 +282,16 @@ class FrameChannel:
         if not window.done.done():
             self.retire(f"no answer to a publish within {within:g} s")  # later answers would be taken for others'
         return window.answers
+
+    def begin_publish(self) -> None:
+        """Announce a message of one byte."""
+        properties = b"\0\0"
+        header = _HEADER_FRAME.pack(_HEADER, self._number, 12 + len(properties), _BASIC_CLASS, 0, 1)
+        self._wire.write(self._route("", "") + header + properties + _FRAME_END)
+
+    def go_on_publishing(self) -> None:
+        """Send nothing of that byte."""
+        self._wire.write(_FRAME.pack(_BODY, self._number, 0) + _FRAME_END)
 
     async def consume(self, queue: str, prefetch: int, taken: Callable[[Incoming], object]) -> None:
         self._taken, self._prefetch = taken, prefetch
@@ -409,6 +449,10 @@ class FrameChannel:
         else:
             exchange, routing_key = opening
             self._confirms.returned(exchange, routing_key, Envelope.read(self._properties).text("message_id"))
+
+
+async def _set(event: asyncio.Event) -> None:
+    await event.wait()
 
 
 def next_tag(before: str) -> str:

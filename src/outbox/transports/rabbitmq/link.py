@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import ssl
 import time
 from collections.abc import Awaitable, Callable
@@ -146,6 +147,8 @@ def refusal(error: BaseException, where: str) -> Exception:
 
 def _words(error: BaseException) -> str:
     cause = error.__cause__
+    if isinstance(cause, ConnectionError) and cause.errno:
+        return os.strerror(cause.errno)  # asyncio's own text names only what it called
     if isinstance(cause, OSError):
         return cause.strerror or type(cause).__name__
     told = isinstance(error, aiormq.exceptions.AMQPError | Lost) and error.args
