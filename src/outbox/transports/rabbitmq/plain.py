@@ -59,7 +59,7 @@ class PlainWire:
 
     async def _open(self, **options: bool) -> AbstractChannel:
         """A new channel. The library waits for its answer even on a connection that has ended."""
-        opening = asyncio.ensure_future(_asked(self._connection.channel(timeout=ANSWER_WITHIN, **options)))
+        opening = asyncio.ensure_future(asked(self._connection.channel(timeout=ANSWER_WITHIN, **options)))
         either: list[asyncio.Future[Any]] = [opening, self.ended]
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -118,12 +118,12 @@ class PlainChannel:
         self._consumer_tag = next_tag(self._consumer_tag)
         self._prefetch = prefetch
         await self.heard()
-        await _asked(
+        await asked(
             self._channel.basic_consume(queue, on_message, consumer_tag=self._consumer_tag, timeout=ANSWER_WITHIN)
         )
 
     async def cancel(self) -> None:
-        await _asked(self._channel.basic_cancel(self._consumer_tag, timeout=ANSWER_WITHIN))
+        await asked(self._channel.basic_cancel(self._consumer_tag, timeout=ANSWER_WITHIN))
 
     def settle(self, acks: Sequence[tuple[int, bool]], nacks: Sequence[tuple[int, bool]] = ()) -> None:
         if self.ended.done():
@@ -135,7 +135,7 @@ class PlainChannel:
 
     async def heard(self) -> None:
         await self._settling.join()
-        await _asked(self._channel.basic_qos(prefetch_count=self._prefetch, timeout=ANSWER_WITHIN))
+        await asked(self._channel.basic_qos(prefetch_count=self._prefetch, timeout=ANSWER_WITHIN))
 
     def retire(self, reason: str) -> None:
         if not self.ended.done():
@@ -203,7 +203,7 @@ class PlainChannel:
                 self._settling.put_nowait(None)
 
 
-async def _asked(answering: Awaitable[T]) -> T:
+async def asked(answering: Awaitable[T]) -> T:
     """The library's answer. It may swallow a cancellation that comes at the same moment, or throw one of its own."""
     try:
         answer = await answering

@@ -107,6 +107,11 @@ class Names:
         return f"{queue}{DEAD_LETTER_SUFFIX}"
 
     @property
+    def dead_letter_lock(self) -> str:
+        """A queue that exists while somebody looks at dead letters."""
+        return f"{self.exchange_name}.dead_letters"
+
+    @property
     def delay_prefix(self) -> str:
         return f"{self.exchange_name}.delay_"
 
