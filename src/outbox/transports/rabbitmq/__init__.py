@@ -160,10 +160,11 @@ class RabbitmqTransport:
         finally:
             await self.close()
 
-    async def _queues(self) -> Collection[str]:
-        """Whose dead letters there may be: as the management interface knows them, or else those declared here."""
-        if self._listeners and not self._management_url:
-            return sorted(self._listeners)
+    async def _queues(self, named: Collection[str]) -> Collection[str]:
+        """Whose dead letters there may be: those named or declared here, unless somebody knows all of them."""
+        known = {*named, *self._listeners}
+        if known and not self._management_url:
+            return sorted(known)
         try:
             return await dead_letter_queues(self._management_url, str(self._url or ""), self._names)
         except ManagementAway as error:

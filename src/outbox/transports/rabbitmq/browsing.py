@@ -84,6 +84,7 @@ class Browse:
         self._arrival = asyncio.Event()
         self._consuming = False
         self._held = 0
+        self._removed = False
         self.most_returned = 0  # how often the broker has got one of them back
 
     async def count(self) -> int:
@@ -110,9 +111,13 @@ class Browse:
         tags = [(letter.tag, False) for letter in letters]
         self._channel.settle(tags)
         self._held -= len(tags)
+        self._removed |= bool(tags)
 
     async def close(self) -> None:
         """Give back what was not removed, and wait until it is there."""
+        with suppress(Lost, TimeoutError):
+            if self._removed:
+                await self._let_go()
         await self._channel.close()
         with suppress(Lost, TimeoutError):
             async with asyncio.timeout(BACK_WITHIN):
@@ -121,6 +126,15 @@ class Browse:
                         break
                     await asyncio.sleep(LOOK_AGAIN / 10)
             await asked(self._counting.close())
+
+    async def _let_go(self) -> None:
+        """Wait until removals are written: a channel hands on a few at a time, and forgets the others when it closes.
+
+        Only the end of a consumer is answered by the queue itself. By then the channel may hand on the rest.
+        """
+        await self._channel.heard()
+        await self._channel.cancel()
+        await self._channel.heard()
 
     async def _take(self, wanted: int) -> None:
         """So many and no more: a consumer gets no more than it may hold."""

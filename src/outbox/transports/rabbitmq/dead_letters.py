@@ -19,13 +19,16 @@ from outbox.transports.rabbitmq.browsing import MOST_AT_ONCE, Browse, alone, bro
 from outbox.transports.rabbitmq.channels import Lost, Wire
 from outbox.transports.rabbitmq.confirms import Answer, Outgoing
 from outbox.transports.rabbitmq.letters import Letter
+from outbox.transports.rabbitmq.plain import asked
 from outbox.transports.rabbitmq.publishing import Publishing, Result
-from outbox.transports.rabbitmq.topology import Names
+from outbox.transports.rabbitmq.topology import Names, dead_letter_queue
 
 RENEWED_AFTER = 5  # returns; RabbitMQ 4 drops a message after 20, where nobody has told it otherwise
-STEP = 50  # letters of a look beyond what it needs, to find the end of those that came back
+STEP = 250  # letters of a look beyond what it needs, to find the end of those that came back
 COPIES_AT_ONCE = 100
 MOST_PLACES = 100_000  # letters of which it is remembered where they lie
+
+_NOT_TOLD = (403, 406)  # this user may not ask, or the arguments are others
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +61,9 @@ class RabbitmqDeadLetters:
 
     names: Names
     hands: Callable[[], AbstractAsyncContextManager[Hands]]
-    queues: Callable[[], Awaitable[Collection[str]]]  # of listeners whose dead letters may be looked for
+    queues: Callable[[Collection[str]], Awaitable[Collection[str]]]  # of listeners, these and those that are known
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _named: set[str] = field(default_factory=set)  # queues that somebody asked for by name
     _places: dict[int, str] = field(default_factory=dict)
 
     async def list(
@@ -72,9 +76,11 @@ class RabbitmqDeadLetters:
         after: int = 0,
     ) -> list[DeadLetter]:
         chosen = Filter(reason, error, after)
+        if queue is not None:
+            self._named.add(queue)
         found: dict[int, DeadLetter] = {}
         async with self._looking() as look:
-            for each in await self.queues() if queue is None else [queue]:
+            for each in await self.queues(self._named) if queue is None else [queue]:
                 async with look.through(each) as browse:
                     found |= await _listed(browse, chosen, limit)
         letters = [found[id] for id in sorted(found)[:limit]]
@@ -116,7 +122,7 @@ class RabbitmqDeadLetters:
     async def _where(self, ids: Collection[int]) -> Collection[str]:
         """The queues in which these may lie."""
         known = {self._places.get(id) for id in ids}
-        return sorted(queue for queue in known if queue) if None not in known else await self.queues()
+        return sorted(queue for queue in known if queue) if None not in known else await self.queues(self._named)
 
     def _remember(self, letters: Sequence[DeadLetter]) -> None:
         self._places |= {letter.id: letter.queue for letter in letters if letter.queue is not None}
@@ -152,7 +158,7 @@ class Look:
         """The dead letters of one queue; what came back often is replaced afterwards."""
         async with self._browsing(queue) as browse:
             yield browse
-        if browse.most_returned >= RENEWED_AFTER:
+        if browse.most_returned >= RENEWED_AFTER and await self._may_be_limited(queue):
             await self._renew(queue)
 
     async def revive(self, letters: Sequence[Letter]) -> _Ended:
@@ -164,6 +170,19 @@ class Look:
                 batch.append(self._outgoing("", letter, properties))
                 readable.append(letter)
         return await self._published(batch, readable)
+
+    async def _may_be_limited(self, queue: str) -> bool:
+        """Whether the queue was made with other arguments than ours, which set no limit, or nobody tells."""
+        wanted = dead_letter_queue(self.names, self.names.queue(queue), self.hands.wire.server_version)
+        try:
+            channel = await asked(self.hands.wire.client_channel())
+            await asked(channel.queue_declare(wanted.name, durable=True, arguments=dict(wanted.arguments)))
+            await asked(channel.close())
+        except Lost as error:
+            if error.ended.code in _NOT_TOLD:
+                return True
+            raise
+        return False
 
     async def _renew(self, queue: str) -> None:
         """Replace all of them by copies, in their order."""
@@ -211,7 +230,7 @@ async def _listed(browse: Browse, chosen: Filter, limit: int) -> dict[int, DeadL
         missing = limit - len(found)
         if missing <= 0 and not letters[-1].returned:
             break
-        most = missing if missing > 0 else 1 if most == limit else STEP
+        most = 1 if missing <= 0 and most == limit else max(missing, STEP)
     return found
 
 
