@@ -11,6 +11,7 @@ import builtins
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from outbox.core.attempt import Reason
 from outbox.core.dead_letter import DeadLetter
@@ -176,7 +177,8 @@ class Look:
         wanted = dead_letter_queue(self.names, self.names.queue(queue), self.hands.wire.server_version)
         try:
             channel = await asked(self.hands.wire.client_channel())
-            await asked(channel.queue_declare(wanted.name, durable=True, arguments=dict(wanted.arguments)))
+            arguments: dict[str, Any] = dict(wanted.arguments)
+            await asked(channel.queue_declare(wanted.name, durable=True, arguments=arguments))
             await asked(channel.close())
         except Lost as error:
             if error.ended.code in _NOT_TOLD:
