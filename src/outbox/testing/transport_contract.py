@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from outbox.core.attempt import Dead, Done, Reason, Released, RetryIn
+from outbox.core.dead_letter import FIRST_OF_QUEUES
 from outbox.core.errors import NotFound
 from outbox.core.listener import Listener
 from outbox.core.message import Message
@@ -344,6 +345,7 @@ class TransportContract:
         assert letter.message == sent
         assert (letter.queue, letter.reason, letter.error) == ("q", Reason.REJECTED, "error of y")
         assert letter.attempt_count == 1
+        assert letter.id >= FIRST_OF_QUEUES or transport.features.routes_in_store  # no other letter has this id
         assert await emptied(transport, count=0) == []
 
     async def test_dead_letters_are_found_shown_and_discarded(self, transport: Transport) -> None:

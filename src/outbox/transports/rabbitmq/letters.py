@@ -39,6 +39,7 @@ _OF_BROKER = {
     "maxlen": Reason.REFUSED,
 }
 _HASH_BITS = 12
+_OFTEN = 1_000_000  # times that a letter came back, where its count cannot be read
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ def read(queue: str, home: str, incoming: Incoming) -> Letter:
         envelope = Envelope.read(incoming.properties)
     except Undecodable as error:
         dead = _strange(queue, incoming, None, f"{error}; it can be discarded, and not replayed")
-        return Letter(incoming.tag, dead, incoming.properties, None, int(incoming.redelivered))
+        return Letter(incoming.tag, dead, incoming.properties, None, _OFTEN if incoming.redelivered else 0)
     envelope = _with_id(envelope, incoming.body)
     returned = max(envelope.returned, int(incoming.redelivered))
     try:
@@ -120,7 +121,7 @@ def _strange(queue: str, incoming: Incoming, envelope: Envelope | None, error: s
     message_id = (envelope.text("message_id") if envelope else None) or _id_of(incoming.body)
     died_at = _about(None, message_id)
     message = Message(
-        routing_key=incoming.routing_key,
+        routing_key=incoming.routing_key if envelope else queue,
         body=incoming.body,
         content_type=BYTES,
         tracking_ids=(message_id,),
