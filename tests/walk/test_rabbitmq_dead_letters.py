@@ -85,17 +85,13 @@ async def bury(url: str, count: int, queue: str = "q", reason: Reason = Reason.R
         }
         return Basic.Properties(message_id=f"{queue}-{number}", headers=headers, delivery_mode=2)
 
-    async with channel_to(url) as channel:
-        for start in range(0, count, 1000):
-            numbers = range(start, min(start + 1000, count))
-            await asyncio.gather(
-                *(
-                    channel.basic_publish(
-                        f"{number}".encode(), exchange="outbox.dlx", routing_key=queue, properties=properties(number)
-                    )
-                    for number in numbers
-                )
-            )
+    letters = [
+        Outgoing("outbox.dlx", queue, properties(number).marshal(), f"{number}".encode(), f"{queue}-{number}")
+        for number in range(count)
+    ]
+    wire = await FrameWire.connect(URL(url), "a worker")
+    assert set(await (await wire.channel()).publish(letters, 60.0)) == {Answer.CONFIRMED}
+    await wire.close()
 
 
 async def lying(url: str, queue: str) -> list[tuple[str | None, bool]]:
@@ -484,10 +480,16 @@ async def test_without_the_management_interface_a_queue_must_be_named(
     nowhere = {"OUTBOX_RABBITMQ_MANAGEMENT_URL": "http://127.0.0.1:1"}
     refused = await command.run("dead-letters", "list", **nowhere)
     assert (refused.code, refused.error_lines) == (ExitCode.CONFIGURATION, 1)
-    assert "name one queue, or set rabbitmq_management_url" in refused.stderr
+    assert "or set rabbitmq_management_url" in refused.stderr
     replayed = await command.run("dead-letters", "replay", "--all", "--queue", "q", **nowhere)
     assert replayed.stdout == "replayed 2 dead letters\n"
     assert len(await emptied(transport, count=2)) == 2
+
+
+async def test_a_broker_that_is_away_is_told(command: Command) -> None:
+    ran = await command.run("dead-letters", "list", "--queue", "q", OUTBOX_TRANSPORT="amqp://guest:guest@127.0.0.1:1/")
+    assert (ran.code, ran.error_lines) == (ExitCode.UNREACHABLE, 1)
+    assert "RabbitMQ is away" in ran.stderr
 
 
 async def test_those_of_the_relay_and_those_of_the_queues_stand_side_by_side(
@@ -514,6 +516,9 @@ async def test_those_of_the_relay_and_those_of_the_queues_stand_side_by_side(
     settings = {"OUTBOX_DB_ENGINE_URL": database}
     listed = await command.run("dead-letters", "list", "--json", **settings)
     assert [each["reason"] for each in listed.document["dead_letters"]] == ["refused", "rejected"]
+    nowhere = settings | {"OUTBOX_RABBITMQ_MANAGEMENT_URL": "http://127.0.0.1:1"}
+    of_relay = await command.run("dead-letters", "list", "--json", "--queue", "", **nowhere)
+    assert [each["id"] for each in of_relay.document["dead_letters"]] == [refused.id]
     assert await letters.replay([refused.id, rejected.id]) == 2
     assert await letters.list() == []
     await outbox.close()

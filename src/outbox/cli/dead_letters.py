@@ -28,7 +28,7 @@ STEPS_PER_SECOND = 10  # how finely a rate is spread
 
 app = typer.Typer(help="List, show, replay and discard dead letters.", no_args_is_help=True)
 
-OneQueue = Annotated[str | None, typer.Option(help="Only those that died in this queue.")]
+OneQueue = Annotated[str | None, typer.Option(help="Only those that died in this queue; an empty name: before one.")]
 OneReason = Annotated[Reason | None, typer.Option(help="Only those that died for this reason.")]
 PartOfError = Annotated[str | None, typer.Option(help="Only those whose error holds this text.")]
 Id = Annotated[

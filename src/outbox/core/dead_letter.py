@@ -47,7 +47,10 @@ class DeadLetters(Protocol):
         limit: int = 100,
         after: int = 0,
     ) -> list[DeadLetter]:
-        """Dead letters in the order of their ids, those behind `after`; `error` is a part of the error's text."""
+        """Dead letters in the order of their ids, those behind `after`; `error` is a part of the error's text.
+
+        An empty `queue` chooses those that died before they reached one.
+        """
         ...
 
     async def show(self, id: int) -> DeadLetter:
@@ -80,9 +83,11 @@ class AllDeadLetters:
         after: int = 0,
     ) -> list[DeadLetter]:
         found: builtins.list[DeadLetter] = []
-        for each in (self._of_relay, self._of_queues):
-            if len(found) < limit and (each is self._of_queues or after < FIRST_OF_QUEUES):
-                found += await each.list(queue=queue, reason=reason, error=error, limit=limit - len(found), after=after)
+        if after < FIRST_OF_QUEUES:
+            found = await self._of_relay.list(queue=queue, reason=reason, error=error, limit=limit, after=after)
+        if len(found) < limit and queue != "":
+            rest = limit - len(found)
+            found += await self._of_queues.list(queue=queue, reason=reason, error=error, limit=rest, after=after)
         return found
 
     async def show(self, id: int) -> DeadLetter:

@@ -156,7 +156,7 @@ class RabbitmqTransport:
         """For those who may look without a relay or a worker having opened anything."""
         try:
             await self.open()
-            yield Hands(await self._consumer_link.wire(within=START_WITHIN), self._publishing)
+            yield Hands(await self._consumer_link.wire(), self._publishing)
         finally:
             await self.close()
 
@@ -169,8 +169,8 @@ class RabbitmqTransport:
             return await dead_letter_queues(self._management_url, str(self._url or ""), self._names)
         except ManagementAway as error:
             raise ConfigurationError(
-                f"RabbitMQ's management interface does not list the queues ({error}): name one queue, or set "
-                "rabbitmq_management_url"
+                f"RabbitMQ's management interface does not list the queues ({error}): name one queue, an "
+                "empty one for the relay's own letters, or set rabbitmq_management_url"
             ) from None
 
     def _outgoing(self, message: Message) -> Outgoing:

@@ -76,6 +76,8 @@ class RabbitmqDeadLetters:
         limit: int = 100,
         after: int = 0,
     ) -> list[DeadLetter]:
+        if queue == "":
+            return []
         chosen = Filter(reason, error, after)
         if queue is not None:
             self._named.add(queue)
