@@ -15,7 +15,7 @@ from sqlalchemy.orm import Session
 
 from outbox.adapters import store_class, transport_for
 from outbox.core.binding import Binding
-from outbox.core.dead_letter import DeadLetters
+from outbox.core.dead_letter import AllDeadLetters, DeadLetters
 from outbox.core.durations import Eta, Seconds
 from outbox.core.errors import ConfigurationError, TransportMismatch
 from outbox.core.events import Bound, Started, Stopped
@@ -102,6 +102,7 @@ class Outbox:
         defaults = Defaults(
             exchange_name=settings.exchange_name,
             queue_prefix=settings.queue_prefix,
+            management_url=settings.rabbitmq_management_url,
             retry_policy=settings.policy("retry_delays"),
             observe=self._observe,
         )
@@ -469,8 +470,13 @@ class Outbox:
 
     @property
     def dead_letters(self) -> DeadLetters:
-        """The dead letters: of the transport's queues where it keeps them, of the relay otherwise."""
-        return self.transport.dead_letters or self.store.dead_letters
+        """The dead letters: those of the relay, and those of the transport's queues where it keeps them."""
+        of_queues = self.transport.dead_letters
+        if of_queues is None:
+            return self.store.dead_letters
+        if not self.engines.configured or of_queues is self.store.dead_letters:
+            return of_queues
+        return AllDeadLetters(self.store.dead_letters, of_queues)
 
     async def backlog(self) -> Backlog:
         """What lies where at this moment."""

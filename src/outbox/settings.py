@@ -110,6 +110,12 @@ class Settings:
         shown="none",
         parse=str,
     )
+    rabbitmq_management_url: str = _option(
+        "",
+        "RabbitMQ's management interface, which lists the queues with dead letters: `http://user:password@host:15672`.",
+        shown="port 15672 of the broker's host, or 15671 with TLS",
+        parse=str,
+    )
     poll_interval: Seconds = _option(
         1.0,
         "Longest sleep between two looks at the table. Wake-ups come sooner; lower it where none can.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -22,12 +22,13 @@ from outbox.core.dead_letter import DeadLetter, DeadLetters
 from outbox.core.errors import NotFound
 from outbox.instance import Outbox
 
+EVERYTHING = 2**31 - 1  # dead letters of one list
 BATCH = 500  # dead letters in one statement
 STEPS_PER_SECOND = 10  # how finely a rate is spread
 
 app = typer.Typer(help="List, show, replay and discard dead letters.", no_args_is_help=True)
 
-OneQueue = Annotated[str | None, typer.Option(help="Only those that died in this queue.")]
+OneQueue = Annotated[str | None, typer.Option(help="Only those that died in this queue; an empty name: before one.")]
 OneReason = Annotated[Reason | None, typer.Option(help="Only those that died for this reason.")]
 PartOfError = Annotated[str | None, typer.Option(help="Only those whose error holds this text.")]
 Id = Annotated[
@@ -65,7 +66,7 @@ class Choice:
     async def found(self, dead_letters: DeadLetters) -> list[DeadLetter]:
         """The chosen ones, all of them looked up before any is touched: one that dies again is not chosen again."""
         if not self.ids:
-            return [letter async for letter in self._pages(dead_letters)]
+            return await dead_letters.list(queue=self.queue, reason=self.reason, error=self.error, limit=EVERYTHING)
         found = []
         for id in self.ids:
             try:
@@ -73,18 +74,6 @@ class Choice:
             except NotFound:
                 continue
         return found
-
-    async def _pages(self, dead_letters: DeadLetters) -> AsyncIterator[DeadLetter]:
-        after = 0
-        while True:
-            page = await dead_letters.list(
-                queue=self.queue, reason=self.reason, error=self.error, limit=BATCH, after=after
-            )
-            for letter in page:
-                yield letter
-            if len(page) < BATCH:
-                return
-            after = page[-1].id
 
 
 @app.command("list")
@@ -223,7 +212,8 @@ def _tell(choice: Choice, letters: Sequence[DeadLetter], done: str, number: int,
     if not letters:
         raise Failure(ExitCode.WRONG, f"no dead letter matches: nothing was {done}")
     if number < len(letters) and not dry_run:
-        raise Failure(ExitCode.WRONG, f"{len(letters) - number} of them were gone: somebody else took them meanwhile")
+        left = f"{len(letters) - number} of them were not {done}"
+        raise Failure(ExitCode.WRONG, f"{left}: somebody else took them meanwhile, or nobody can read them")
 
 
 def _show_list(letters: Sequence[DeadLetter], with_body: bool = False) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +13,9 @@ from outbox.core.attempt import Reason
 from outbox.core.message import Message
 
 LARGEST_ERROR = 8 * 1024  # bytes
+
+# The ids of a store's dead letters are below, those of a transport's queues above: one number names one letter.
+FIRST_OF_QUEUES = 1 << 53
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 
@@ -43,7 +47,10 @@ class DeadLetters(Protocol):
         limit: int = 100,
         after: int = 0,
     ) -> list[DeadLetter]:
-        """Dead letters in the order of their ids, those behind `after`; `error` is a part of the error's text."""
+        """Dead letters in the order of their ids, those behind `after`; `error` is a part of the error's text.
+
+        An empty `queue` chooses those that died before they reached one.
+        """
         ...
 
     async def show(self, id: int) -> DeadLetter:
@@ -57,6 +64,47 @@ class DeadLetters(Protocol):
     async def discard(self, ids: Sequence[int]) -> int:
         """Delete these for good; how many there were."""
         ...
+
+
+class AllDeadLetters:
+    """Those of the relay, which a store keeps, and those of queues, which a transport keeps."""
+
+    def __init__(self, of_relay: DeadLetters, of_queues: DeadLetters) -> None:
+        self._of_relay = of_relay
+        self._of_queues = of_queues
+
+    async def list(
+        self,
+        *,
+        queue: str | None = None,
+        reason: Reason | None = None,
+        error: str | None = None,
+        limit: int = 100,
+        after: int = 0,
+    ) -> list[DeadLetter]:
+        found: builtins.list[DeadLetter] = []
+        if after < FIRST_OF_QUEUES:
+            found = await self._of_relay.list(queue=queue, reason=reason, error=error, limit=limit, after=after)
+        if len(found) < limit and queue != "":
+            rest = limit - len(found)
+            found += await self._of_queues.list(queue=queue, reason=reason, error=error, limit=rest, after=after)
+        return found
+
+    async def show(self, id: int) -> DeadLetter:
+        return await (self._of_relay if id < FIRST_OF_QUEUES else self._of_queues).show(id)
+
+    async def replay(self, ids: Sequence[int]) -> int:
+        of_relay, of_queues = self._shared_out(ids)
+        replayed = await self._of_relay.replay(of_relay) if of_relay else 0
+        return replayed + (await self._of_queues.replay(of_queues) if of_queues else 0)
+
+    async def discard(self, ids: Sequence[int]) -> int:
+        of_relay, of_queues = self._shared_out(ids)
+        discarded = await self._of_relay.discard(of_relay) if of_relay else 0
+        return discarded + (await self._of_queues.discard(of_queues) if of_queues else 0)
+
+    def _shared_out(self, ids: Sequence[int]) -> tuple[builtins.list[int], builtins.list[int]]:
+        return [id for id in ids if id < FIRST_OF_QUEUES], [id for id in ids if id >= FIRST_OF_QUEUES]
 
 
 def clean(error: str) -> str:

@@ -35,6 +35,7 @@ class Defaults:
 
     exchange_name: str = "outbox"
     queue_prefix: str = ""
+    management_url: str = ""
     retry_policy: RetryPolicy = field(default_factory=lambda: as_retry_policy((1, 10, 60, 300)))
     observe: Observer = field(default=lambda event: None)
 

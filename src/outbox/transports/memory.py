@@ -16,7 +16,7 @@ from typing import Self, assert_never
 
 from outbox.core.attempt import Attempt, Dead, Done, Outcome, Reason, Released, RetryIn
 from outbox.core.binding import Binding, Bindings
-from outbox.core.dead_letter import DeadLetter, clean
+from outbox.core.dead_letter import FIRST_OF_QUEUES, DeadLetter, clean
 from outbox.core.errors import NotFound
 from outbox.core.landing import Landing
 from outbox.core.listener import Listener
@@ -248,7 +248,7 @@ class MemoryDeadLetters:
     def __init__(self, transport: MemoryTransport) -> None:
         self._transport = transport
         self._letters: dict[int, DeadLetter] = {}
-        self._ids = itertools.count(1)
+        self._ids = itertools.count(FIRST_OF_QUEUES + 1)
 
     def add(self, queue: str, attempt: Attempt, reason: Reason, error: str) -> None:
         """Keep a dead letter."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from typing import Self, TypeVar
@@ -13,7 +13,6 @@ from aio_pika.abc import AbstractConnection, AbstractRobustConnection
 from yarl import URL
 
 from outbox.core.cancellation import cancelled_from_outside
-from outbox.core.dead_letter import DeadLetters
 from outbox.core.errors import ConfigurationError, TransportClosed, TransportUnavailable
 from outbox.core.events import Advised
 from outbox.core.listener import Listener
@@ -23,9 +22,11 @@ from outbox.transports.rabbitmq.carrying import Courier
 from outbox.transports.rabbitmq.channels import Lost, Wire
 from outbox.transports.rabbitmq.confirms import Answer, Outgoing
 from outbox.transports.rabbitmq.consuming import RabbitmqDeliveries, Tray
+from outbox.transports.rabbitmq.dead_letters import Hands, RabbitmqDeadLetters
 from outbox.transports.rabbitmq.declaring import declare, declare_for
 from outbox.transports.rabbitmq.frames import FrameWire
 from outbox.transports.rabbitmq.link import Connect, Link, refusal
+from outbox.transports.rabbitmq.management import ManagementAway, dead_letter_queues
 from outbox.transports.rabbitmq.plain import PlainWire
 from outbox.transports.rabbitmq.properties import Unsendable, encoded
 from outbox.transports.rabbitmq.publishing import ANSWER_WITHIN, Publishing, Result
@@ -46,7 +47,7 @@ class RabbitmqTransport:
     """One connection for publishing and one for consuming: a broker that blocks publishers takes acknowledgements."""
 
     name = "rabbitmq"
-    features = Features(keeps_dead_letters=False)
+    features = Features()
 
     def __init__(
         self,
@@ -66,15 +67,13 @@ class RabbitmqTransport:
         self._opened = 0  # a relay and a worker of one process share this transport
         self._trays: set[Tray] = set()
         self._listeners: dict[str, Listener] = {}  # by queue: delays are shared, so all are declared whenever one is
+        self._management_url = defaults.management_url
+        self.dead_letters = RabbitmqDeadLetters(self._names, self._hands, self._queues)
 
     @classmethod
     def of(cls, where: str | AbstractConnection, defaults: Defaults) -> Self:
         """`amqp://user:password@host:5672/virtual-host`, `amqps://…`, or a connection of aio-pika's."""
         return cls(where, defaults)
-
-    @property
-    def dead_letters(self) -> DeadLetters | None:
-        return None
 
     async def open(self) -> None:
         """Connect. A broker that is away is waited for when it is needed; one that refuses us is told at once."""
@@ -164,6 +163,28 @@ class RabbitmqTransport:
             yield watch.trouble
         finally:
             await watch.close()
+
+    @asynccontextmanager
+    async def _hands(self) -> AsyncIterator[Hands]:
+        """For those who may look without a relay or a worker having opened anything."""
+        try:
+            await self.open()
+            yield Hands(await self._consumer_link.wire(), self._publishing)
+        finally:
+            await self.close()
+
+    async def _queues(self, named: Collection[str]) -> Collection[str]:
+        """Whose dead letters there may be: those named or declared here, unless somebody knows all of them."""
+        known = {*named, *self._listeners}
+        if known and not self._management_url:
+            return sorted(known)
+        try:
+            return await dead_letter_queues(self._management_url, str(self._url or ""), self._names)
+        except ManagementAway as error:
+            raise ConfigurationError(
+                f"RabbitMQ's management interface does not list the queues ({error}): name one queue, an "
+                "empty one for the relay's own letters, or set rabbitmq_management_url"
+            ) from None
 
     def _outgoing(self, message: Message) -> Outgoing:
         properties = encoded(message)

@@ -7,9 +7,10 @@ else, the handshake and the heartbeats included, goes on to aiormq as it came.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import ssl
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from struct import Struct
 from typing import Any
@@ -207,7 +208,7 @@ class FrameWire:
     async def channel(self) -> FrameChannel:
         if self.ended.done():
             raise Lost(self.ended.result())
-        # aiormq counts its channels from 1 upwards, so ours are counted downwards.
+        # aiormq's channels are counted from 1 upwards, so ours are counted downwards.
         number = next(n for n in range(self._numbers, 0, -1) if n not in self._tap.channels)
         channel = FrameChannel(self, number)
         self._tap.channels[number] = channel
@@ -219,7 +220,8 @@ class FrameWire:
         return channel
 
     async def client_channel(self) -> AbstractChannel:
-        return await self._connection.channel(publisher_confirms=False, timeout=ANSWER_WITHIN)
+        number = lowest_free({*self._connection.channels, *self._tap.channels})
+        return await self._connection.channel(number, publisher_confirms=False, timeout=ANSWER_WITHIN)
 
     def write(self, data: bytes) -> None:
         if not self.ended.done():
@@ -453,6 +455,11 @@ class FrameChannel:
 
 async def _set(event: asyncio.Event) -> None:
     await event.wait()
+
+
+def lowest_free(numbers: Collection[int]) -> int:
+    """A number for a channel of aiormq's, which by itself would count on and on, beyond what the broker allows."""
+    return next(number for number in itertools.count(1) if number not in numbers)
 
 
 def next_tag(before: str) -> str:

@@ -15,7 +15,7 @@ from urllib.parse import quote, unquote, urlsplit
 from urllib.request import Request, urlopen
 
 from outbox.core.errors import ConfigurationError
-from outbox.transports.rabbitmq.topology import QueueBinding
+from outbox.transports.rabbitmq.topology import Names, QueueBinding
 
 PORT, SECURE_PORT = 15672, 15671  # where it listens unless it was told otherwise
 PATIENCE = 10.0  # seconds for an answer
@@ -64,6 +64,18 @@ async def see(management_url: str, broker_url: str) -> Seen:
             if each["source"] and each["destination_type"] == "queue"
         ),
     )
+
+
+async def dead_letter_queues(management_url: str, broker_url: str, names: Names) -> list[str]:
+    """The listeners' queues that have dead letters of their own, without their prefix."""
+    seen = await see(management_url, broker_url)
+    bound = [
+        binding.routing_key
+        for binding in seen.bindings
+        if binding.exchange == names.dead_letter_exchange
+        and binding.queue == names.dead_letter_queue(binding.routing_key)
+    ]
+    return sorted(name.removeprefix(names.queue_prefix) for name in bound if name.startswith(names.queue_prefix))
 
 
 def management_url_of(broker_url: str) -> str:

@@ -15,7 +15,7 @@ from pamqp.header import ContentHeader
 from outbox.core.cancellation import cancelled_from_outside
 from outbox.transports.rabbitmq.channels import Ended, Incoming, Lost
 from outbox.transports.rabbitmq.confirms import Answer, Outgoing
-from outbox.transports.rabbitmq.frames import ANSWER_WITHIN, next_tag, version_of
+from outbox.transports.rabbitmq.frames import ANSWER_WITHIN, lowest_free, next_tag, version_of
 
 T = TypeVar("T")
 
@@ -59,7 +59,7 @@ class PlainWire:
 
     async def _open(self, **options: bool) -> AbstractChannel:
         """A new channel. The library waits for its answer even on a connection that has ended."""
-        opening = asyncio.ensure_future(_asked(self._connection.channel(timeout=ANSWER_WITHIN, **options)))
+        opening = asyncio.ensure_future(asked(self._numbered(**options)))
         either: list[asyncio.Future[Any]] = [opening, self.ended]
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -68,6 +68,10 @@ class PlainWire:
         finally:
             opening.cancel()
         return opening.result()
+
+    async def _numbered(self, **options: bool) -> AbstractChannel:
+        number = lowest_free(self._connection.channels)
+        return await self._connection.channel(number, timeout=ANSWER_WITHIN, **options)
 
     def _end(self, closing: asyncio.Future[Any]) -> None:
         if not self.ended.done():
@@ -118,12 +122,12 @@ class PlainChannel:
         self._consumer_tag = next_tag(self._consumer_tag)
         self._prefetch = prefetch
         await self.heard()
-        await _asked(
+        await asked(
             self._channel.basic_consume(queue, on_message, consumer_tag=self._consumer_tag, timeout=ANSWER_WITHIN)
         )
 
     async def cancel(self) -> None:
-        await _asked(self._channel.basic_cancel(self._consumer_tag, timeout=ANSWER_WITHIN))
+        await asked(self._channel.basic_cancel(self._consumer_tag, timeout=ANSWER_WITHIN))
 
     def settle(self, acks: Sequence[tuple[int, bool]], nacks: Sequence[tuple[int, bool]] = ()) -> None:
         if self.ended.done():
@@ -135,7 +139,7 @@ class PlainChannel:
 
     async def heard(self) -> None:
         await self._settling.join()
-        await _asked(self._channel.basic_qos(prefetch_count=self._prefetch, timeout=ANSWER_WITHIN))
+        await asked(self._channel.basic_qos(prefetch_count=self._prefetch, timeout=ANSWER_WITHIN))
 
     def retire(self, reason: str) -> None:
         if not self.ended.done():
@@ -203,7 +207,7 @@ class PlainChannel:
                 self._settling.put_nowait(None)
 
 
-async def _asked(answering: Awaitable[T]) -> T:
+async def asked(answering: Awaitable[T]) -> T:
     """The library's answer. It may swallow a cancellation that comes at the same moment, or throw one of its own."""
     try:
         answer = await answering

@@ -95,7 +95,7 @@ class Unsendable(Exception):
 
 def encoded(message: Message) -> bytes:
     """A fresh message's properties; raises Unsendable."""
-    created_at = _microseconds(message.created_at)
+    created_at = microseconds(message.created_at)
     tracking_ids = message.tracking_ids
     try:
         entries = _CREATED_AT_NAME + _LONG_LONG.pack(created_at)
@@ -104,7 +104,7 @@ def encoded(message: Message) -> bytes:
         if message.key is not None:
             entries += _entry(KEY, message.key)
         if message.expires_at is not None:
-            entries += _entry(EXPIRES_AT, _microseconds(message.expires_at))
+            entries += _entry(EXPIRES_AT, microseconds(message.expires_at))
         if message.headers:
             entries += _user_entries(tuple(message.headers.items()))
         return b"".join(
@@ -130,7 +130,7 @@ def _content_type(text: str) -> bytes:
 @lru_cache(maxsize=1024)
 def _user_entries(headers: tuple[tuple[str, str], ...]) -> bytes:
     for name, _ in headers:
-        if name.startswith(OURS) or name in _REROUTING or _is_brokers(name):
+        if name.startswith(OURS) or name in _REROUTING or is_brokers(name):
             raise Unsendable(f"the header {name!r} has a meaning of its own on RabbitMQ: give yours another name")
     return b"".join(_entry(name, value) for name, value in headers)
 
@@ -142,7 +142,7 @@ def _entry(name: str, value: Any) -> bytes:
 _CREATED_AT_NAME = encode.short_string(CREATED_AT) + b"l"
 
 
-def _microseconds(moment: datetime) -> int:
+def microseconds(moment: datetime) -> int:
     return (moment - _EPOCH) // _MICROSECOND
 
 
@@ -176,7 +176,7 @@ class Envelope:
     def message(self, routing_key: str, body: bytes) -> Message:
         """The message as it was emitted, or what comes closest to one; raises Undecodable."""
         message_id = self.text("message_id") or new_id()
-        created_at = self._moment(CREATED_AT) or self._timestamp()
+        created_at = self.moment(CREATED_AT) or self._timestamp()
         content_type = self.text("content_type") or BYTES
         if self.is_fresh:
             return Message(
@@ -187,24 +187,24 @@ class Envelope:
                 created_at=created_at,
             )
         return Message(
-            routing_key=self._own(ROUTING_KEY, str) or routing_key,
+            routing_key=self.own(ROUTING_KEY, str) or routing_key,
             body=body,
             content_type=content_type,
             headers=self._user_headers(),
-            key=self._own(KEY, str),
+            key=self.own(KEY, str),
             tracking_ids=self._tracking_ids(message_id),
             created_at=created_at,
-            expires_at=self._moment(EXPIRES_AT),
+            expires_at=self.moment(EXPIRES_AT),
         )
 
     @property
     def attempt_count(self) -> int:
-        return max(1, self._own(ATTEMPT, int) or 1)
+        return max(1, self.own(ATTEMPT, int) or 1)
 
     @property
     def crashes(self) -> int | None:
         """How many starts without an end were counted when it was published; none: it was no suspect."""
-        crashes: int | None = self._own(CRASHES, int)
+        crashes: int | None = self.own(CRASHES, int)
         return crashes
 
     @property
@@ -213,12 +213,12 @@ class Envelope:
 
     @property
     def history(self) -> str:
-        return self._own(HISTORY, str) or ""
+        return self.own(HISTORY, str) or ""
 
     @property
     def returned(self) -> int:
         """How often the broker got it back without an end: a worker died, lost its connection, or gave it back."""
-        counts = [self._value(name) for name in _COUNTS if name in self.headers]
+        counts = [self.value(name) for name in _COUNTS if name in self.headers]
         return max((count for count in counts if isinstance(count, int)), default=0) if counts else 0
 
     def text(self, name: str) -> str | None:
@@ -234,7 +234,7 @@ class Envelope:
         headers = {
             name: raw
             for name, raw in self.headers.items()
-            if name not in _REROUTING and not _is_brokers(name) and name not in _OF_THIS_COPY
+            if name not in _REROUTING and not is_brokers(name) and name not in _OF_THIS_COPY
         }
         for name, value in {ROUTING_KEY: routing_key, **more}.items():
             if value is None:
@@ -262,24 +262,24 @@ class Envelope:
         return Envelope(self.properties, {name: raw for name, raw in self.headers.items() if not name.startswith(OURS)})
 
     def _tracking_ids(self, message_id: str) -> tuple[str, ...]:
-        ids = self._own(TRACKING_IDS, list) or [message_id]
+        ids = self.own(TRACKING_IDS, list) or [message_id]
         if not all(isinstance(each, str) for each in ids):
             raise Undecodable(f"its header {TRACKING_IDS} is no list of texts")
         return tuple(ids) if ids[-1] == message_id else (*ids, message_id)
 
     def _user_headers(self) -> dict[str, str]:
         return {
-            name: _text_of(self._value(name))
+            name: _text_of(self.value(name))
             for name in self.headers
-            if not name.startswith(OURS) and name not in _REROUTING and not _is_brokers(name)
+            if not name.startswith(OURS) and name not in _REROUTING and not is_brokers(name)
         }
 
-    def _moment(self, name: str) -> datetime | None:
-        microseconds = self._own(name, int)
+    def moment(self, name: str) -> datetime | None:
+        number = self.own(name, int)
         try:
-            return None if microseconds is None else _EPOCH + microseconds * _MICROSECOND
+            return None if number is None else _EPOCH + number * _MICROSECOND
         except OverflowError:
-            raise Undecodable(f"its header {name} is no moment: {microseconds}") from None
+            raise Undecodable(f"its header {name} is no moment: {number}") from None
 
     def _timestamp(self) -> datetime:
         raw = self.properties.get("timestamp")
@@ -288,16 +288,16 @@ class Envelope:
         except OverflowError:
             return datetime.now(UTC)
 
-    def _own(self, name: str, kind: type) -> Any:
+    def own(self, name: str, kind: type) -> Any:
         """One of our own headers: somebody else may have written what it is not."""
         if name not in self.headers:
             return None
-        value = self._value(name)
+        value = self.value(name)
         if type(value) is not kind:
             raise Undecodable(f"its header {name} is {type(value).__name__}, not {kind.__name__}")
         return value
 
-    def _value(self, name: str) -> Any:
+    def value(self, name: str) -> Any:
         raw = self.headers[name]
         if raw[0] == _LONG_TEXT:
             return raw[5:].decode(errors="replace")
@@ -369,7 +369,7 @@ def _split_table(data: bytes) -> Table:
     return found
 
 
-def _is_brokers(name: str) -> bool:
+def is_brokers(name: str) -> bool:
     return name in _BROKERS or name.startswith(_BROKERS_PREFIXES)
 
 
@@ -406,8 +406,14 @@ def of_dead_letter(attempt: Attempt, envelope: Envelope, queue: str, outcome: De
         QUEUE: queue,
         REASON: str(outcome.reason),
         ERROR: failure,
-        DIED_AT: _microseconds(datetime.now(UTC)),
+        DIED_AT: microseconds(datetime.now(UTC)),
     }
+
+
+def of_replay(envelope: Envelope) -> dict[str, object]:
+    """The headers of a dead letter's new beginning."""
+    history = _ending(envelope.history + _line("replayed", "attempts start again"))
+    return {ATTEMPT: None, CRASHES: None, EXPIRES_AT: None, HISTORY: history}
 
 
 def _line(what: str, failure: str) -> str:

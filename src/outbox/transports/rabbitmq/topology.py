@@ -107,6 +107,11 @@ class Names:
         return f"{queue}{DEAD_LETTER_SUFFIX}"
 
     @property
+    def dead_letter_lock(self) -> str:
+        """A queue that exists while somebody looks at dead letters."""
+        return f"{self.exchange_name}.dead_letters"
+
+    @property
     def delay_prefix(self) -> str:
         return f"{self.exchange_name}.delay_"
 
@@ -159,7 +164,7 @@ class Topology:
             ),
             # What hands messages on comes after what takes them.
             queues=(
-                *(Queue(names.dead_letter_queue(queue), _QUORUM | limits) for queue in queues),
+                *(dead_letter_queue(names, queue, server_version) for queue in queues),
                 *(Queue(queue, _listener_arguments(names, queue) | limits) for queue in queues),
                 *(queue for part in parts for queue in part.queues),
             ),
@@ -211,6 +216,11 @@ class Topology:
     def delay(self, wanted: timedelta) -> timedelta:
         """How long a retry is held back: as long as it wants if there is a queue for that, else for the next step."""
         return wanted if wanted <= LONGEST_DELAY and self.names.delay(wanted) in self.delays else step(wanted)
+
+
+def dead_letter_queue(names: Names, queue: str, server_version: tuple[int, ...] | None) -> Queue:
+    """Where the dead letters of a queue lie, without a limit of any kind."""
+    return Queue(names.dead_letter_queue(queue), _QUORUM | _limits(server_version))
 
 
 def server_version(text: str) -> tuple[int, ...] | None:

@@ -1,0 +1,279 @@
+"""RabbitmqDeadLetters: what lies in the `.dlq` queues.
+
+A look takes letters out and gives them back, which RabbitMQ counts. Where no limit is set that means nothing; but a
+queue that was made before RabbitMQ 4 has one there. So letters that came back a few times are replaced by copies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from outbox.core.attempt import Reason
+from outbox.core.dead_letter import DeadLetter
+from outbox.core.errors import ConfigurationError, NotFound, TransportUnavailable
+from outbox.transports.rabbitmq.browsing import MOST_AT_ONCE, Browse, alone, browsing
+from outbox.transports.rabbitmq.channels import Lost, Wire
+from outbox.transports.rabbitmq.confirms import Answer, Outgoing
+from outbox.transports.rabbitmq.letters import Letter
+from outbox.transports.rabbitmq.plain import asked
+from outbox.transports.rabbitmq.publishing import Publishing, Result
+from outbox.transports.rabbitmq.topology import Names, dead_letter_queue
+
+RENEWED_AFTER = 5  # returns; RabbitMQ 4 drops a message after 20, where nobody has told it otherwise
+STEP = 250  # letters of a look beyond what it needs, to find the end of those that came back
+COPIES_AT_ONCE = 100
+MOST_PLACES = 100_000  # letters of which it is remembered where they lie
+
+_NOT_TOLD = (403, 406)  # this user may not ask, or the arguments are others
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """Which letters a list is about."""
+
+    reason: Reason | None
+    error: str | None
+    after: int
+
+    def lets_through(self, letter: DeadLetter) -> bool:
+        return (
+            letter.id > self.after
+            and self.reason in (None, letter.reason)
+            and (self.error is None or self.error in letter.error)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Hands:
+    """What it takes to look and to mend."""
+
+    wire: Wire
+    publishing: Publishing
+
+
+@dataclass(slots=True, eq=False)
+class RabbitmqDeadLetters:
+    """Dead letters of listeners' queues. Copies of one death, which a lost connection may leave, are one letter."""
+
+    names: Names
+    hands: Callable[[], AbstractAsyncContextManager[Hands]]
+    queues: Callable[[Collection[str]], Awaitable[Collection[str]]]  # of listeners, these and those that are known
+    _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _named: set[str] = field(default_factory=set)  # queues that somebody asked for by name
+    _places: dict[int, str] = field(default_factory=dict)
+
+    async def list(
+        self,
+        *,
+        queue: str | None = None,
+        reason: Reason | None = None,
+        error: str | None = None,
+        limit: int = 100,
+        after: int = 0,
+    ) -> list[DeadLetter]:
+        if queue == "":
+            return []
+        chosen = Filter(reason, error, after)
+        if queue is not None:
+            self._named.add(queue)
+        found: dict[int, DeadLetter] = {}
+        async with self._looking() as look:
+            for each in await self.queues(self._named) if queue is None else [queue]:
+                async with look.through(each) as browse:
+                    found |= await _listed(browse, chosen, limit)
+        letters = [found[id] for id in sorted(found)[:limit]]
+        self._remember(letters)
+        return letters
+
+    async def show(self, id: int) -> DeadLetter:
+        async with self._looking() as look:
+            for queue in await self._where([id]):
+                async with look.through(queue) as browse:
+                    found = [letter async for letter in _until_found(browse, {id})]
+                    if found:
+                        self._remember([found[0].dead])
+                        return found[0].dead
+        raise NotFound(f"no dead letter has the id {id}")
+
+    async def replay(self, ids: Sequence[int]) -> int:
+        return await self._end(ids, lambda look, letters: look.revive(letters))
+
+    async def discard(self, ids: Sequence[int]) -> int:
+        return await self._end(ids, _all_of_them)
+
+    async def _end(self, ids: Sequence[int], ending: Callable[[Look, builtins.list[Letter]], Awaitable[_Ended]]) -> int:
+        """Take these out for good, each as soon as it may be; how many there were."""
+        wanted, gone = set(ids), set[int]()
+        async with self._looking() as look:
+            for queue in await self._where(ids):
+                if wanted <= gone:
+                    break
+                async with look.through(queue) as browse:
+                    async for letters in _batches(_until_found(browse, wanted - gone)):
+                        ended = await ending(look, letters)
+                        browse.remove(ended.letters)
+                        gone |= {letter.id for letter in ended.letters}
+                        if ended.trouble is not None:
+                            raise ended.trouble
+        return len(gone)
+
+    async def _where(self, ids: Collection[int]) -> Collection[str]:
+        """The queues in which these may lie."""
+        known = {self._places.get(id) for id in ids}
+        return sorted(queue for queue in known if queue) if None not in known else await self.queues(self._named)
+
+    def _remember(self, letters: Sequence[DeadLetter]) -> None:
+        self._places |= {letter.id: letter.queue for letter in letters if letter.queue is not None}
+        for id in builtins.list(self._places)[: max(0, len(self._places) - MOST_PLACES)]:
+            del self._places[id]
+
+    @asynccontextmanager
+    async def _looking(self) -> AsyncIterator[Look]:
+        try:
+            async with self._turn, self.hands() as hands, alone(hands.wire, self.names.dead_letter_lock):
+                yield Look(hands, self.names)
+        except (Lost, TimeoutError) as error:
+            raise TransportUnavailable(f"RabbitMQ went away from a look at dead letters: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """Letters that may be taken out, and what is wrong with the others."""
+
+    letters: Sequence[Letter]
+    trouble: Exception | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """One look, with nobody else looking."""
+
+    hands: Hands
+    names: Names
+
+    @asynccontextmanager
+    async def through(self, queue: str) -> AsyncIterator[Browse]:
+        """The dead letters of one queue; what came back often is replaced afterwards."""
+        async with self._browsing(queue) as browse:
+            yield browse
+        if browse.most_returned >= RENEWED_AFTER and await self._may_be_limited(queue):
+            await self._renew(queue)
+
+    async def revive(self, letters: Sequence[Letter]) -> _Ended:
+        """Publish them to the queue where they died; those that are confirmed there may go."""
+        batch, readable = [], []
+        for letter in letters:
+            properties = letter.revived()
+            if properties is not None:
+                batch.append(self._outgoing("", letter, properties))
+                readable.append(letter)
+        return await self._published(batch, readable)
+
+    async def _may_be_limited(self, queue: str) -> bool:
+        """Whether the queue was made with other arguments than ours, which set no limit, or nobody tells."""
+        wanted = dead_letter_queue(self.names, self.names.queue(queue), self.hands.wire.server_version)
+        try:
+            channel = await asked(self.hands.wire.client_channel())
+            arguments: dict[str, Any] = dict(wanted.arguments)
+            await asked(channel.queue_declare(wanted.name, durable=True, arguments=arguments))
+            await asked(channel.close())
+        except Lost as error:
+            if error.ended.code in _NOT_TOLD:
+                return True
+            raise
+        return False
+
+    async def _renew(self, queue: str) -> None:
+        """Replace all of them by copies, in their order."""
+        async with self._browsing(queue) as browse:
+            left = await browse.count()
+            while left > 0 and (letters := await browse.next(min(COPIES_AT_ONCE, left))):
+                left -= len(letters)
+                copies = [(letter, properties) for letter in letters if (properties := letter.renewed()) is not None]
+                exchange = self.names.dead_letter_exchange
+                ended = await self._published(
+                    [self._outgoing(exchange, letter, properties) for letter, properties in copies],
+                    [letter for letter, _ in copies],
+                )
+                browse.remove(ended.letters)
+                if ended.trouble is not None:
+                    raise ended.trouble
+
+    def _browsing(self, queue: str) -> AbstractAsyncContextManager[Browse]:
+        return browsing(self.hands.wire, self.names, queue)
+
+    def _outgoing(self, exchange: str, letter: Letter, properties: bytes) -> Outgoing:
+        message = letter.dead.message
+        queue = self.names.queue(letter.dead.queue or "")
+        return Outgoing(exchange, queue, properties, message.body, message.id)
+
+    async def _published(self, batch: builtins.list[Outgoing], letters: Sequence[Letter]) -> _Ended:
+        if not batch:
+            return _Ended([])
+        results = await self.hands.publishing.publish(batch)
+        troubles = [
+            _trouble(outgoing, result)
+            for outgoing, result in zip(batch, results, strict=True)
+            if result is not Answer.CONFIRMED
+        ]
+        confirmed = [letter for letter, result in zip(letters, results, strict=True) if result is Answer.CONFIRMED]
+        return _Ended(confirmed, troubles[0] if troubles else None)
+
+
+async def _listed(browse: Browse, chosen: Filter, limit: int) -> dict[int, DeadLetter]:
+    """Enough of the letters, and in any case all that came back before: their order says nothing."""
+    found: dict[int, DeadLetter] = {}
+    most = limit
+    while letters := await browse.next(most):
+        found |= {letter.id: letter.dead for letter in letters if chosen.lets_through(letter.dead)}
+        missing = limit - len(found)
+        if missing <= 0 and not letters[-1].returned:
+            break
+        most = 1 if missing <= 0 and most == limit else max(missing, STEP)
+    return found
+
+
+async def _until_found(browse: Browse, ids: Collection[int]) -> AsyncIterator[Letter]:
+    """Letters with these ids, and no look behind the last one."""
+    missing = set(ids)
+    most = len(missing)
+    while missing and (letters := await browse.next(most)):
+        for letter in letters:
+            if letter.id in ids:
+                missing.discard(letter.id)
+                yield letter
+        most = min(2 * most, MOST_AT_ONCE)
+
+
+async def _batches(letters: AsyncIterator[Letter]) -> AsyncIterator[list[Letter]]:
+    batch: list[Letter] = []
+    async for letter in letters:
+        batch.append(letter)
+        if len(batch) == COPIES_AT_ONCE:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+async def _all_of_them(look: Look, letters: Sequence[Letter]) -> _Ended:
+    return _Ended(letters)
+
+
+def _trouble(outgoing: Outgoing, result: Result) -> Exception:
+    place = f"the exchange {outgoing.exchange!r}" if outgoing.exchange else "the default exchange, amq.default"
+    match result:
+        case Answer.FORBIDDEN:
+            return ConfigurationError(f"this user may not publish to {place}: give it the write permission")
+        case Answer.RETURNED | Answer.MISSING:
+            return ConfigurationError(
+                f"nothing at RabbitMQ takes dead letters for {outgoing.routing_key!r} any more: start its worker, or "
+                "provision what `outbox topology` prints"
+            )
+        case _:
+            return TransportUnavailable("RabbitMQ did not confirm a copy; the dead letter stays where it is")
