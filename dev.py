@@ -52,7 +52,8 @@ LINTERS = {
     "import-linter": ["-c", "from importlinter.cli import lint_imports_command as run; run()", "--no-logo"],
 }
 PYTEST = ["-m", "pytest"]
-SIDE_BY_SIDE = ["-n", "2", "--dist", "loadfile"]  # most tests wait for something: two of them can
+# Most tests wait for something: two of them can. In the order of tests/conftest.py, which has the long files first.
+SIDE_BY_SIDE = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
 ON_OLDER_SQLALCHEMY = ["tests/contract/test_stores.py", "tests/seeds/test_seed_1_emit.py"]
 
 
