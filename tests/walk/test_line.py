@@ -87,7 +87,7 @@ async def test_known_messages_are_routed_over_the_line(straight: Straight, monke
 
     monkeypatch.setattr(line, "ask", ask)
     async with asyncio.timeout(PATIENCE):
-        while straight.store._route_straight_statement not in asked:  # now and then a notification is in its way
+        while straight.store._route_to_one_statement not in asked:  # now and then a notification is in its way
             await straight.emit()
             assert await straight.handled() == 1
 

@@ -85,14 +85,18 @@ class Relay:
 
 async def unless(stop: asyncio.Event, sleep: Awaitable[None]) -> None:
     """Sleep, but not past a stop."""
-    sleeping = asyncio.ensure_future(sleep)
-    stopping = asyncio.ensure_future(stop.wait())
+    sleeping = asyncio.timeout(None)
+
+    async def wake() -> None:
+        await stop.wait()
+        sleeping.reschedule(0)
+
+    stopping = asyncio.ensure_future(wake())
     try:
-        await asyncio.wait((sleeping, stopping), return_when=asyncio.FIRST_COMPLETED)
-        if sleeping.done():
-            sleeping.result()
+        async with sleeping:
+            await sleep
+    except TimeoutError:
+        if not sleeping.expired():
+            raise
     finally:
         stopping.cancel()
-        if not sleeping.done():
-            sleeping.cancel()
-            await asyncio.gather(sleeping, return_exceptions=True)

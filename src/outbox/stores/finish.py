@@ -20,17 +20,35 @@ async def finish(work: Coroutine[Any, Any, Result], within: float) -> Result:
     A statement that is cut leaves its outcome unknown and its connection unusable. All of ours are short. A database
     that has not answered within so many seconds is given up, and the connection with it.
     """
-    task = asyncio.ensure_future(work)
+    loop = asyncio.get_running_loop()
+    over: asyncio.Future[bool] = loop.create_future()
+    task = loop.create_task(_work(work, over))
+    deadline = loop.call_later(within, _set, over, False)
     try:
-        await asyncio.wait([task], timeout=within)
+        answered = await over
     except asyncio.CancelledError:
         await asyncio.wait([task], timeout=min(within, CANCELLED_WITHIN))
         await _give_up(task)
         raise
-    if not task.done():
+    finally:
+        deadline.cancel()
+    if not answered:
         await _give_up(task)
         raise DatabaseSilent(f"the database did not answer within {within:g} s")
-    return task.result()
+    return await task
+
+
+async def _work(work: Coroutine[Any, Any, Result], over: asyncio.Future[bool]) -> Result:
+    """Says by itself when it is over: whoever waits goes on in the very next turn of the loop."""
+    try:
+        return await work
+    finally:
+        _set(over, True)
+
+
+def _set(over: asyncio.Future[bool], answered: bool) -> None:
+    if not over.done():
+        over.set_result(answered)
 
 
 async def _give_up(task: asyncio.Task[Any]) -> None:

@@ -15,6 +15,7 @@ from sqlalchemy import Executable
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from outbox.core.prepared import dialect_for, prepare
+from outbox.stores.sql import WORK_WITHIN
 
 DRIVER = "asyncpg"
 LAST_WORDS = 2.0  # seconds that ending waits for who is being answered
@@ -49,7 +50,8 @@ class Line:
                 known = self._statements.get(prepared.text)
                 if known is None:
                     known = self._statements[prepared.text] = await self._raw.prepare(prepared.text)
-                rows: Sequence[Sequence[Any]] = await known.fetch(*prepared.parameters(parameters))
+                values = prepared.parameters(parameters)
+                rows: Sequence[Sequence[Any]] = await known.fetch(*values, timeout=WORK_WITHIN)
             except BaseException:
                 self._raw.terminate()
                 raise

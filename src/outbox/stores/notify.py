@@ -23,9 +23,8 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import Connection, Executable, Select, String, func, literal, select, text, update
 
 from outbox.core.pace import Pace
-from outbox.stores.finish import finish
+from outbox.stores.begin import begin
 from outbox.stores.line import DRIVER, Line, closed
-from outbox.stores.sql import WORK_WITHIN
 from outbox.stores.tables import NOT_ROUTED
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ class Notifier:
         self._channel = f"outbox {(messages.schema or '')[:15]}.{messages.name}"
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pending: set[str] = set()
-        self._notifying: asyncio.Task[None] | None = None
+        self._notifying: asyncio.Future[None] | None = None
         self._listening: asyncio.Task[None] | None = None
         self._asleep_until = 0.0
         self._warm = False  # whether a notification went out before, so that a connection is there
@@ -124,7 +123,7 @@ class Notifier:
         self._announced += 1
         self._pending |= destinations
         if self._notifying is None or self._notifying.done():
-            self._notifying = asyncio.get_running_loop().create_task(self._notify(), name="outbox notify")
+            self._notifying = begin(self._notify())  # before the caller goes on, who may have much to do
 
     async def _notify(self) -> None:
         if not self._warm:
@@ -145,10 +144,10 @@ class Notifier:
 
     async def _send(self, destinations: list[str]) -> bool:
         """Notify whoever sleeps; says whether somebody does."""
-        if not self._deaf:
+        if not self._deaf and (self._line is None or self._line.is_closed):
             await self._open_line()
         rows = self._store.json([{"name": name} for name in destinations])
-        return bool(await finish(self.ask(self._statement, {"destinations": rows}), WORK_WITHIN))
+        return bool(await self.ask(self._statement, {"destinations": rows}))
 
     async def _open_line(self) -> Line | None:
         """The line, if this driver has one and no pooler stands between."""

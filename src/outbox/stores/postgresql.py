@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from sqlalchemy import (
     ARRAY,
+    CTE,
     URL,
     BigInteger,
     ColumnElement,
@@ -301,10 +302,14 @@ class PostgresqlStore(SqlStore):
         self, parameters: Mapping[str, Any], hold: Callable[[Sequence[Sequence[Any]]], None]
     ) -> None:
         head = self._heads[parameters["wanted"]]
+        statement, asked = self._route_straight_statement, dict(parameters)
+        if len(asked["rooms"]) == 1 and asked["limit"] <= min(asked["rooms"].values()):
+            statement = self._route_to_one_statement
+            del asked["rooms"]
 
         async def work() -> None:
             with head.looking() as look:
-                rows = await self._notifier.ask(self._route_straight_statement, {**parameters, "since": look.since})
+                rows = await self._notifier.ask(statement, {**asked, "since": look.since})
                 hold(rows)
                 if rows and rows[0][-1] == len(rows):  # otherwise the head stays where somebody still waits
                     look.found, look.ended = rows, len(rows) < parameters["limit"]
@@ -316,20 +321,31 @@ class PostgresqlStore(SqlStore):
 
     @cached_property
     def _route_straight_statement(self) -> Any:
-        messages, found = self.messages, self.due.cte("found")
-        queues, rooms = (bindparam(name, type_=JSONB) for name in ("queues", "rooms"))
-        queue = queues.op("->>")(found.c.routing_key)
+        found = self.due.cte("found")
+        queue = _queue_of(found)
         position = func.row_number().over(partition_by=queue, order_by=(found.c.due_at, found.c.id))
         ranked = select(found.c.id, queue.label("queue"), position.label("position")).subquery("ranked")
+        room = cast(bindparam("rooms", type_=JSONB).op("->>")(ranked.c.queue), Integer)
+        return self._routing_straight(found, select(ranked.c.id).where(ranked.c.position <= room))
+
+    @cached_property
+    def _route_to_one_statement(self) -> Any:
+        """The same for a queue that has room for everything: nobody needs to be counted."""
+        found = self.due.cte("found")
+        return self._routing_straight(found, select(found.c.id).where(_queue_of(found).is_not(None)))
+
+    def _routing_straight(self, found: CTE, chosen: Select[Any]) -> Any:
         # Nothing is chosen when the bindings are not those that the queues were told by.
-        chosen = select(ranked.c.id).where(
-            ranked.c.position <= cast(rooms.op("->>")(ranked.c.queue), Integer),
-            self.routing.version == bindparam("version", type_=Integer),
-        )
+        chosen = chosen.where(self.routing.version == bindparam("version", type_=Integer))
         ids = func.array(chosen.scalar_subquery(), type_=ARRAY(BigInteger))
-        moved = self.routing.moved(queues.op("->>")(messages.c.routing_key))
-        leased = self.leasing(messages.c.id == any_(ids), **moved, starts=1)
-        return leased.returning(messages.c.destination, select(func.count()).select_from(found).scalar_subquery())
+        leased = self.leasing(self.messages.c.id == any_(ids), **self.routing.moved(_queue_of(self.messages)), starts=1)
+        count = select(func.count()).select_from(found).scalar_subquery()
+        return leased.returning(self.messages.c.destination, count)
+
+
+def _queue_of(messages: FromClause) -> ColumnElement[Any]:
+    """The queue of a message, of those that a statement is told."""
+    return bindparam("queues", type_=JSONB).op("->>")(messages.c.routing_key)
 
 
 class _Engines:
