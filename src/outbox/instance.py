@@ -22,7 +22,7 @@ from outbox.core.events import Bound, Started, Stopped
 from outbox.core.listener import Listener, check_listeners
 from outbox.core.message import Message
 from outbox.core.store import Backlog, Difference, Store, StoredMessage
-from outbox.core.transport import Defaults, Transport
+from outbox.core.transport import Awaited, Defaults, Transport
 from outbox.engines import Engines
 from outbox.inbound.calling import SESSION_TIME_LIMIT, Call
 from outbox.inbound.handling import Handling
@@ -415,7 +415,8 @@ class Outbox:
             relays.append(self._relay(router, router.wait, look, "relay"))
         elif relay:
             publisher = self._publisher(transport)
-            relays.append(self._relay(publisher, self.store.wait, look, "relay", side_by_side=SIDE_BY_SIDE))
+            back = transport.back if isinstance(transport, Awaited) else None
+            relays.append(self._relay(publisher, self.store.wait, look, "relay", back=back, side_by_side=SIDE_BY_SIDE))
         return relays
 
     def _cleanup(self) -> Cleanup:
@@ -456,10 +457,17 @@ class Outbox:
         longest: float,
         name: str,
         *,
+        back: Callable[[], Awaitable[None]] | None = None,
         side_by_side: int = 1,
     ) -> Relay:
         return Relay(
-            work, wait=wait, poll_interval=longest, observe=self._observe, name=name, side_by_side=side_by_side
+            work,
+            wait=wait,
+            poll_interval=longest,
+            observe=self._observe,
+            name=name,
+            back=back,
+            side_by_side=side_by_side,
         )
 
     def _described(self, transport: Transport, listeners: Sequence[Listener]) -> str:

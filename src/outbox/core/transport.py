@@ -110,6 +110,15 @@ class Watchable(Protocol):
     def watched(self) -> AbstractAsyncContextManager[Trouble]: ...
 
 
+@runtime_checkable
+class Awaited(Protocol):
+    """A transport that knows when its destination is back. With any other one a relay finds out by claiming again."""
+
+    async def back(self) -> None:
+        """Wait until the destination would take messages."""
+        ...
+
+
 class Transport(Protocol):
     """Everything the library asks of a broker."""
 

@@ -37,11 +37,13 @@ class Relay:
         poll_interval: float,
         observe: Observer,
         name: str,
+        back: Callable[[], Awaitable[None]] | None = None,  # waits for a destination that is away
         side_by_side: int = 1,  # rounds under way while batches are full: one may claim or settle while another sends
     ) -> None:
         self._work = work
         self._side_by_side = side_by_side
         self._wait = wait
+        self._back = back
         self._pace = Pace(poll_interval)
         self._trouble = Pace(LONGEST_TROUBLE, SHORTEST_TROUBLE)
         self._observe = observe
@@ -62,11 +64,12 @@ class Relay:
             except TransportClosed:
                 raise
             except Exception as error:  # noqa: BLE001 - a relay outlives whatever its database or broker throws
-                pause = self._trouble.pause()
-                if isinstance(error, TransportUnavailable):
-                    pause = min(pause, LONGEST_AWAY)
+                away = isinstance(error, TransportUnavailable)
+                pause = min(self._trouble.pause(), LONGEST_AWAY) if away else self._trouble.pause()
                 self._observe(Troubled(self._name, error, timedelta(seconds=pause)))
                 await unless(stop, asyncio.sleep(pause))
+                if away and self._back is not None:
+                    await unless(stop, self._back())
 
     async def _several(self, stop: asyncio.Event) -> int:
         """Rounds side by side until one is not full; how much that one held. Whichever fails, no other is cut."""

@@ -30,6 +30,7 @@ from outbox.transports.rabbitmq.management import ManagementAway, dead_letter_qu
 from outbox.transports.rabbitmq.plain import PlainWire
 from outbox.transports.rabbitmq.properties import Unsendable, encoded
 from outbox.transports.rabbitmq.publishing import ANSWER_WITHIN, Publishing, Result
+from outbox.transports.rabbitmq.returning import taking_messages
 from outbox.transports.rabbitmq.suspects import Suspects
 from outbox.transports.rabbitmq.topology import Names, Topology
 from outbox.transports.rabbitmq.watching import Watch
@@ -120,6 +121,9 @@ class RabbitmqTransport:
             elif isinstance(result, Refusal):
                 refused[outgoing.id] = result
         return Published(frozenset(confirmed), refused)
+
+    async def back(self) -> None:
+        await taking_messages(self._publisher_link)
 
     async def declare(self, listeners: Sequence[Listener]) -> None:
         self._listeners |= {listener.queue: listener for listener in listeners}
