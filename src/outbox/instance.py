@@ -22,7 +22,7 @@ from outbox.core.events import Bound, Started, Stopped
 from outbox.core.listener import Listener, check_listeners
 from outbox.core.message import Message
 from outbox.core.store import Backlog, Difference, Store, StoredMessage
-from outbox.core.transport import Awaited, Defaults, Transport
+from outbox.core.transport import Awaited, Defaults, Naming, Transport
 from outbox.engines import Engines
 from outbox.inbound.calling import SESSION_TIME_LIMIT, Call
 from outbox.inbound.handling import Handling
@@ -374,7 +374,9 @@ class Outbox:
         has_database = self.engines.configured
         sessions = self.engines.sessions(self.store) if has_database else None
         inbox = Inbox(self.store) if has_database else None
-        call = Call(listener, sessions, inbox, threads, self._session_time_limit(listener))
+        transport = self.transport
+        queue_name = transport.queue_name(listener.queue) if isinstance(transport, Naming) else None
+        call = Call(listener, sessions, inbox, threads, self._session_time_limit(listener), queue_name)
         if call.in_transaction and not has_database:
             raise ConfigurationError(f"{listener.queue} asks for a session, but no database is set up")
         if call.in_transaction:

@@ -222,16 +222,18 @@ async def test_names_of_the_exchange_and_a_prefix_for_queues_come_from_setup(
     outbox = Outbox(rabbitmq_url=vhost.url, exchange_name="shop", queue_prefix="eu.", retry_delays=(0.02,))
 
     @listen("user.*", queue="users")
-    async def users(user: object, attempt_count: int) -> None:
-        arrivals.put_nowait((user, attempt_count))
+    async def users(user: object, attempt_count: int, queue_name: str) -> None:
+        arrivals.put_nowait((user, attempt_count, queue_name))
         raise ConnectionError
 
     async with outbox.running(listeners=[users]):
         exchange = await channel.get_exchange("shop")
         await exchange.publish(aio_pika.Message(b'{"id": 123}'), "user.created")
-        assert [await arrival(arrivals), await arrival(arrivals)] == [({"id": 123}, 1), ({"id": 123}, 2)]
+        consumed = [await arrival(arrivals), await arrival(arrivals)]
         letter = await taken(channel, "eu.users.dlq")
+    assert consumed == [({"id": 123}, 1, "eu.users"), ({"id": 123}, 2, "eu.users")]
     assert (letter.body, letter.exchange, letter.routing_key) == (b'{"id": 123}', "shop.dlx", "eu.users")
+    assert letter.headers["outbox-queue"] == "eu.users"
     assert vhost.exchanges().keys() == {"shop", "shop.dlx", "shop.delay_20ms", "shop.topology_v1"}
     assert vhost.queues().keys() == {"eu.users", "eu.users.dlq", "shop.delay_20ms"}
 

@@ -111,6 +111,15 @@ class Watchable(Protocol):
 
 
 @runtime_checkable
+class Naming(Protocol):
+    """A transport whose queues have other names than their listeners say."""
+
+    def queue_name(self, queue: str) -> str:
+        """How the destination calls a listener's queue."""
+        ...
+
+
+@runtime_checkable
 class Awaited(Protocol):
     """A transport that knows when its destination is back. With any other one a relay finds out by claiming again."""
 

@@ -37,13 +37,13 @@ class Arguments:
     _positional: tuple[Parameter, ...]
 
     @classmethod
-    def of(cls, listener: Listener) -> Arguments:
+    def of(cls, listener: Listener, queue_name: str | None = None) -> Arguments:
         """Read the callback's signature; what cannot work is refused before any message is touched."""
         session: type[AsyncSession] | type[Session] | None = None
         session_name = ""
         fillers: list[tuple[str, Filler]] = []
         others: list[Parameter] = []
-        named = _by_name(listener.queue)
+        named = _by_name(queue_name or listener.queue)
         signature = _signature(listener)
         for parameter in signature.parameters.values():
             if parameter.kind not in _POSITIONAL:

@@ -52,8 +52,9 @@ class Call:
         inbox: Inbox | None,
         executor: Executor,
         session_time_limit: timedelta = SESSION_TIME_LIMIT,
+        queue_name: str | None = None,  # what the destination calls the listener's queue, if that is something else
     ) -> None:
-        self.arguments = Arguments.of(listener)
+        self.arguments = Arguments.of(listener, queue_name)
         self._listener = listener
         self._callback = listener.callback
         self._sessions = sessions

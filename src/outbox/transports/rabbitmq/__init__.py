@@ -122,6 +122,9 @@ class RabbitmqTransport:
                 refused[outgoing.id] = result
         return Published(frozenset(confirmed), refused)
 
+    def queue_name(self, queue: str) -> str:
+        return self._names.queue(queue)
+
     async def back(self) -> None:
         await taking_messages(self._publisher_link)
 

@@ -216,7 +216,7 @@ class Tray:
             self._nack(delivery.incoming.tag, landing, requeue=False)
 
     async def _bury(self, delivery: RabbitmqDelivery, landing: Landing, outcome: Dead) -> None:
-        headers = of_dead_letter(delivery.attempt, delivery.envelope, self._deliveries.listener.queue, outcome)
+        headers = of_dead_letter(delivery.attempt, delivery.envelope, self.queue, outcome)
         if await self._deliveries.courier.to_the_dead(self._parcel(delivery, headers)):
             self._done(delivery.incoming.tag, landing)
         else:

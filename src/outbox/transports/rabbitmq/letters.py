@@ -48,6 +48,7 @@ class Letter:
 
     tag: int
     dead: DeadLetter
+    home: str  # the queue where it died, as the broker calls it
     properties: bytes  # as they came
     envelope: Envelope | None  # none: nobody can read it
     returned: int  # how often the broker got it back
@@ -72,7 +73,7 @@ class Letter:
             ATTEMPT: dead.attempt_count,
             CRASHES: dead.crash_count,
             HISTORY: dead.history or None,
-            QUEUE: dead.queue,
+            QUEUE: self.home,
             REASON: str(dead.reason),
             ERROR: dead.error,
             DIED_AT: microseconds(dead.died_at),
@@ -86,7 +87,7 @@ def read(queue: str, home: str, incoming: Incoming) -> Letter:
         envelope = Envelope.read(incoming.properties)
     except Undecodable as error:
         dead = _strange(queue, incoming, None, f"{error}; it can be discarded, and not replayed")
-        return Letter(incoming.tag, dead, incoming.properties, None, _OFTEN if incoming.redelivered else 0)
+        return Letter(incoming.tag, dead, home, incoming.properties, None, _OFTEN if incoming.redelivered else 0)
     envelope = _with_id(envelope, incoming.body)
     returned = max(envelope.returned, int(incoming.redelivered))
     try:
@@ -94,7 +95,7 @@ def read(queue: str, home: str, incoming: Incoming) -> Letter:
     except Undecodable as error:
         envelope = envelope.without_ours()
         dead = _strange(queue, incoming, envelope, str(error))
-    return Letter(incoming.tag, dead, incoming.properties, envelope, returned)
+    return Letter(incoming.tag, dead, home, incoming.properties, envelope, returned)
 
 
 def _known(queue: str, incoming: Incoming, envelope: Envelope, death: Mapping[str, Any]) -> DeadLetter:
