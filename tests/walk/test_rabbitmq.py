@@ -30,6 +30,7 @@ from tests.seeds.observing import PATIENCE, Recorder, arrival, eventually
 
 ROOT = Path(__file__).parents[2]
 LARGEST_MESSAGE = 500_000  # bytes that the broker takes; a frame has 131 072
+SINGLY = 500  # messages that are acknowledged one by one
 
 Arrivals = asyncio.Queue[Any]
 
@@ -366,3 +367,30 @@ async def _one_life(
 async def _read(output: asyncio.StreamReader, handled: list[str]) -> None:
     while line := await output.readline():
         handled.append(line.decode().strip())
+
+
+@pytest.mark.parametrize("by_hand", [True, False], ids=["by_hand", "plain"])
+async def test_what_was_handled_right_before_a_worker_closes_is_handled_by_nobody_else(
+    broker: RabbitMQ, table_name: str, by_hand: bool
+) -> None:
+    listener = Listener("#", print, queue=f"{table_name}.all", concurrency=SINGLY * 2)
+    transports = [RabbitmqTransport(broker.url, Defaults(exchange_name=table_name), by_hand=by_hand) for _ in range(2)]
+    first, second = transports
+    for transport in transports:
+        await transport.open()
+        await transport.declare([listener])
+    batch = [Message(routing_key="a", body=b"") for _ in range(SINGLY + 2)]
+    assert len((await first.publish(batch[:-1])).confirmed) == SINGLY + 1
+    deliveries = first.consume(listener, SINGLY * 2)
+    taken = [await asyncio.wait_for(anext(deliveries), PATIENCE) for _ in batch[:-1]]
+    await deliveries.aclose()
+    # While the one before them is open, no acknowledgement can speak of several.
+    landings = [delivery.settle(Done()) for delivery in taken[1:]]
+    await first.close()
+    assert all([await landing for landing in landings])
+    await second.publish(batch[-1:])
+    left = second.consume(listener, SINGLY * 2)
+    found = [(await asyncio.wait_for(anext(left), PATIENCE)).attempt.message.id for _ in range(2)]
+    assert found == [batch[0].id, batch[-1].id]
+    await left.aclose()
+    await second.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -41,6 +41,7 @@ SETTLE_WITHIN = 0.002  # seconds that an acknowledgement waits for others to be 
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.1, 2.0  # seconds between two tries to consume, doubling
 CLOSE_WITHIN = 5.0  # seconds that closing waits for copies to be confirmed, and then for the channel's end
 MOST_PREFETCH = 65_535
+MOST_UNDER_WAY = 16  # a channel of RabbitMQ hands 32 words on to its queue before it waits for the queue to answer
 ALONE_AFTER = 0.05  # seconds in which other suspects of the same moment go out of the way
 
 _NOT_FOUND = 404
@@ -102,6 +103,7 @@ class Tray:
         self.queue = deliveries.queue
         self._acknowledgements = Acknowledgements()
         self._open: dict[int, RabbitmqDelivery] = {}
+        self._words = 0  # acknowledgements and the like that the queue may not have heard yet
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: dict[asyncio.Task[None], Landing] = {}  # copies that are on their way, and who waits for them
         self._loop = asyncio.get_running_loop()
@@ -117,7 +119,7 @@ class Tray:
             envelope = Envelope.read(incoming.properties)
         except Undecodable:
             self._acknowledgements.settled(incoming.tag)
-            self._channel.settle((), [(incoming.tag, False)])  # only the broker can carry what nobody can read
+            self._say((), [(incoming.tag, False)])  # only the broker can carry what nobody can read
             return
         if envelope.is_dead_letter:
             envelope = envelope.revived()  # somebody moved it back, by a shovel or by hand
@@ -168,12 +170,12 @@ class Tray:
 
     async def close(self) -> None:
         """Write what is known and let the channel go; what is not settled comes back."""
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=CLOSE_WITHIN)
-        for task, landing in self._tasks.items():
-            landing.cancel()
-            task.cancel()
+        await self._end_copies()
         self._flush(patience=0.0)
+        if self._words > MOST_UNDER_WAY:
+            await self._let_the_queue_hear()
+            await self._end_copies()
+            self._flush(patience=0.0)
         with suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_WITHIN):
                 await self._channel.close()
@@ -182,6 +184,25 @@ class Tray:
         """Take no more."""
         with suppress(Lost, TimeoutError):
             await self._channel.cancel()
+            self._words = 0
+
+    async def _end_copies(self) -> None:
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=CLOSE_WITHIN)
+        for task, landing in self._tasks.items():
+            landing.cancel()
+            task.cancel()
+
+    async def _let_the_queue_hear(self) -> None:
+        """Wait until the queue has heard everything: RabbitMQ forgets what a closing channel has not handed on yet.
+
+        Only the beginning and the end of a consumer are answered by the queue itself. What comes meanwhile goes back.
+        """
+        with suppress(Lost, TimeoutError):
+            async with asyncio.timeout(CLOSE_WITHIN):
+                await self._channel.consume(self.queue, 1, self.take)
+                await self._channel.cancel()
+                self._words = 0
 
     def _send_to_trial(self, delivery: RabbitmqDelivery) -> bool:
         if delivery.is_settled or delivery.incoming.tag not in self._open:
@@ -254,8 +275,12 @@ class Tray:
         known = self._open.pop(tag, None) is not None
         if known:
             self._acknowledgements.settled(tag)
-            self._channel.settle((), [(tag, requeue)])
+            self._say((), [(tag, requeue)])
         landing.set_result(known)
+
+    def _say(self, acks: Sequence[tuple[int, bool]], nacks: Sequence[tuple[int, bool]] = ()) -> None:
+        self._words += len(acks) + len(nacks)
+        self._channel.settle(acks, nacks)
 
     def _flush(self, patience: float = PATIENCE) -> None:
         if self._timer is not None:
@@ -265,7 +290,7 @@ class Tray:
             return
         words = self._acknowledgements.words(self._loop.time(), patience)
         if words.acks:
-            self._channel.settle(words.acks)
+            self._say(words.acks)
         for landing in words.landings:
             landing.set_result(True)
         if self._acknowledgements.waiting:
