@@ -69,11 +69,13 @@ class RabbitMQ(PrivateServer):
         self,
         *,
         management: bool = True,  # the HTTP interface, with which every stop takes five seconds longer
+        tls: Path | None = None,  # a folder with ca.pem, certificate.pem and key.pem, for `tls_port`
         settings: Mapping[str, str] | None = None,  # further lines of rabbitmq.conf
         ladder: Sequence[Rung] = LADDER,
     ) -> None:
         super().__init__(find("RabbitMQ", ladder, self.ADVICE))
         self._plugins = ["rabbitmq_management"] if management else []
+        self._tls = tls
         self._settings = settings or {}
 
     @property
@@ -93,6 +95,8 @@ class RabbitMQ(PrivateServer):
         self._write("enabled_plugins", f"[{','.join(self._plugins)}].\n")
         erlang = self.programs.folder.parents[3] / "erlang"
         self._erlang = next(iter(erlang.glob("erts-*/bin")), None)
+        for file in self._tls.glob("*.pem") if self._tls else ():
+            self._write(file.name, file.read_text())
         if self._erlang:
             self._write("erl", _ERL.format(root=erlang, programs=self._erlang)).chmod(0o755)
 
@@ -105,10 +109,19 @@ class RabbitMQ(PrivateServer):
                 if self._plugins
                 else {}
             ),
+            **(self._tls_settings() if self._tls else {}),
             **self._settings,
         }
         self._write("rabbitmq.conf", "".join(f"{name} = {value}\n" for name, value in settings.items()))
         return ["/bin/sh", "-c", _NODE_AND_PORT_MAPPER]
+
+    def _tls_settings(self) -> Mapping[str, str]:
+        self.tls_port = free_port()
+        files = {"cacertfile": "ca.pem", "certfile": "certificate.pem", "keyfile": "key.pem"}
+        return {
+            "listeners.ssl.default": f"127.0.0.1:{self.tls_port}",
+            **{f"ssl_options.{option}": f"{self.folder}/{name}" for option, name in files.items()},
+        }
 
     def _variables(self) -> Mapping[str, str]:
         found = [self.folder, self._erlang] if self._erlang else [Path(shutil.which("erl") or "/usr/bin/erl").parent]

@@ -23,6 +23,9 @@ CLOSE_WITHIN = 5.0
 TELL_EVERY = 10.0  # seconds between two tellings of the same trouble
 
 _ACCESS_REFUSED, _NOT_ALLOWED = 403, 530
+_OTHER_NAMES = (62, 64)  # what OpenSSL calls a host name and an address that a certificate is not for
+_OTHER_NAME = "write a host into rabbitmq_url that the certificate is for"
+_NOT_TRUSTED = "have this machine trust who signed it, or name that authority: amqps://…?cafile=/path/to/ca.pem"
 
 Connect = Callable[[], Awaitable[Wire]]
 
@@ -137,12 +140,19 @@ def refusal(error: BaseException, where: str) -> Exception:
             return ConfigurationError(f"{where} refuses the user or its password ({text}): check rabbitmq_url")
         case Lost(ended=Ended(text, code)) if code == _NOT_ALLOWED:
             return ConfigurationError(f"{where}: {text}: check rabbitmq_url and what its user may do")
-        case BaseException(__cause__=ssl.SSLCertVerificationError()):
+        case BaseException(__cause__=ssl.SSLCertVerificationError(verify_code=code, verify_message=text)):
+            way_out = _OTHER_NAME if code in _OTHER_NAMES else _NOT_TRUSTED
+            return ConfigurationError(f"{where} has a certificate that is refused ({text}): {way_out}")
+        case FileNotFoundError() | PermissionError() | ssl.SSLError():
             return ConfigurationError(
-                f"{where} has a certificate that is not trusted ({_words(error)}): give the URL a ?cafile=…"
+                f"{where}: a cafile, certfile or keyfile that rabbitmq_url names cannot be read ({_text(error)})"
             )
         case _:
             return TransportUnavailable(f"{where}: {_words(error)}")
+
+
+def _text(error: OSError) -> str:
+    return error.strerror or type(error).__name__
 
 
 def _words(error: BaseException) -> str:
@@ -150,6 +160,6 @@ def _words(error: BaseException) -> str:
     if isinstance(cause, ConnectionError) and cause.errno:
         return os.strerror(cause.errno)  # asyncio's own text names only what it called
     if isinstance(cause, OSError):
-        return cause.strerror or type(cause).__name__
+        return _text(cause)
     told = isinstance(error, aiormq.exceptions.AMQPError | Lost) and error.args
     return str(error.args[-1]) if told else type(error).__name__

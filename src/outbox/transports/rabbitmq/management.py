@@ -14,6 +14,8 @@ from urllib.error import HTTPError
 from urllib.parse import quote, unquote, urlsplit
 from urllib.request import Request, urlopen
 
+from yarl import URL
+
 from outbox.core.errors import ConfigurationError
 from outbox.transports.rabbitmq.topology import Names, QueueBinding
 
@@ -52,8 +54,10 @@ async def see(management_url: str, broker_url: str) -> Seen:
     vhost = quote(unquote(urlsplit(broker_url).path[1:]) or "/", safe="")
     address = management_url or management_url_of(broker_url)
     user = _user(address) or _user(broker_url) or "guest:guest"
+    authority = URL(broker_url).query.get("cafile")
     exchanges, queues, bindings = [
-        await asyncio.to_thread(_ask, address, f"{kind}/{vhost}", user) for kind in ("exchanges", "queues", "bindings")
+        await asyncio.to_thread(_ask, address, f"{kind}/{vhost}", user, authority)
+        for kind in ("exchanges", "queues", "bindings")
     ]
     return Seen(
         {each["name"]: each["type"] for each in exchanges},
@@ -85,7 +89,7 @@ def management_url_of(broker_url: str) -> str:
     return f"https://{host}:{SECURE_PORT}" if url.scheme == "amqps" else f"http://{host}:{PORT}"
 
 
-def _ask(address: str, path: str, user: str) -> Any:
+def _ask(address: str, path: str, user: str, authority: str | None) -> Any:
     url = urlsplit(address)
     if url.scheme not in ("http", "https") or not url.hostname:
         raise ConfigurationError("the management interface's URL begins with http:// or https:// and names a host")
@@ -93,7 +97,8 @@ def _ask(address: str, path: str, user: str) -> Any:
     token = base64.b64encode(user.encode()).decode()
     request = Request(place.geturl(), headers={"Authorization": f"Basic {token}"})  # noqa: S310 - http or https
     try:
-        with urlopen(request, timeout=PATIENCE) as answer:  # noqa: S310
+        context = ssl.create_default_context(cafile=authority) if url.scheme == "https" else None
+        with urlopen(request, timeout=PATIENCE, context=context) as answer:  # noqa: S310
             return json.load(answer)
     except HTTPError as error:
         raise ManagementAway(f"{error.code}, {_MEANING.get(error.code, error.reason)}") from None
