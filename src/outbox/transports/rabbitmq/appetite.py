@@ -1,7 +1,7 @@
 """Appetite: how many messages a consumer has in its hands, more while it handles them quickly.
 
 What lies in one worker's hands is out of every other's reach, so a slow listener takes little. The broker fixes the
-number when a consumer begins: to change it, consuming begins anew on the same channel.
+number when a consumer begins: for more there is another consumer on the same channel, for less all begin anew.
 """
 
 from __future__ import annotations

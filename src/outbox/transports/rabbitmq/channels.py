@@ -57,7 +57,7 @@ class Channel(Protocol):
         ...
 
     async def consume(self, queue: str, prefetch: int, taken: Callable[[Incoming], object]) -> None:
-        """Begin to take deliveries, or begin anew after a cancel; raises Lost if the broker refuses.
+        """Begin to take deliveries, or more of them, or anew after a cancel; raises Lost if the broker refuses.
 
         A consumer that the broker cancels ends the channel.
         """

@@ -424,7 +424,8 @@ class RabbitmqDeliveries:
         tray = self._tray = Tray(channel, self)
         self._trays.add(tray)
         try:
-            await channel.consume(self.queue, self._appetite.prefetch, tray.take)
+            in_hand = self._appetite.prefetch
+            await channel.consume(self.queue, in_hand, tray.take)
         except Lost as error:
             if error.ended.code == _NOT_FOUND:
                 await self._declare()
@@ -434,15 +435,21 @@ class RabbitmqDeliveries:
             self._appetite.changed.clear()
             await _either(channel.ended, self._appetite.changed)
             if not channel.ended.done():
-                self._changing = asyncio.ensure_future(self._change(channel, tray))
+                before, in_hand = in_hand, self._appetite.prefetch
+                self._changing = asyncio.ensure_future(self._change(channel, tray, before, in_hand))
                 await asyncio.shield(self._changing)  # to be cut here would cost the channel, and what is on it
         return Lost(channel.ended.result())
 
-    async def _change(self, channel: Channel, tray: Tray) -> None:
-        """Begin anew with another prefetch."""
+    async def _change(self, channel: Channel, tray: Tray, before: int, after: int) -> None:
+        """Have more in hand by a further consumer; have less by beginning anew.
+
+        What is on its way to a consumer that ends goes back, and by the broker's count that looks like a crash.
+        """
         with suppress(Lost, TimeoutError):
-            await channel.cancel()
-            await channel.consume(self.queue, self._appetite.prefetch, tray.take)
+            if after < before:
+                await channel.cancel()
+                before = 0
+            await channel.consume(self.queue, after - before, tray.take)
 
 
 async def _either(ended: asyncio.Future[Any], changed: asyncio.Event) -> None:

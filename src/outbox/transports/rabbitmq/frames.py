@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import ssl
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from struct import Struct
 from typing import Any
@@ -260,7 +260,8 @@ class FrameChannel:
         self.ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
         self._confirms = Confirms()
         self._taken: Callable[[Incoming], object] = lambda incoming: None
-        self._consumer_tag = ""
+        self._consumers: list[str] = []
+        self._tags = consumer_tags()
         self._prefetch = 0
         self._asking = asyncio.Lock()
         self._reply: asyncio.Future[base.Frame] | None = None
@@ -298,11 +299,12 @@ class FrameChannel:
     async def consume(self, queue: str, prefetch: int, taken: Callable[[Incoming], object]) -> None:
         self._taken, self._prefetch = taken, prefetch
         await self.heard()
-        self._consumer_tag = next_tag(self._consumer_tag)
-        await self._ask(commands.Basic.Consume(queue=queue, consumer_tag=self._consumer_tag))
+        self._consumers.append(next(self._tags))
+        await self._ask(commands.Basic.Consume(queue=queue, consumer_tag=self._consumers[-1]))
 
     async def cancel(self) -> None:
-        await self._ask(commands.Basic.Cancel(consumer_tag=self._consumer_tag))
+        while self._consumers:
+            await self._ask(commands.Basic.Cancel(consumer_tag=self._consumers.pop()))
 
     def settle(self, acks: Sequence[tuple[int, bool]], nacks: Sequence[tuple[int, bool]] = ()) -> None:
         if self.ended.done():
@@ -462,9 +464,9 @@ def lowest_free(numbers: Collection[int]) -> int:
     return next(number for number in itertools.count(1) if number not in numbers)
 
 
-def next_tag(before: str) -> str:
-    """A tag that was not used on this channel: RabbitMQ 3.10 breaks down over one that comes again."""
-    return f"outbox-{int(before.rpartition('-')[2] or 0) + 1}"
+def consumer_tags() -> Iterator[str]:
+    """One for each consumer of a channel: RabbitMQ 3.10 breaks down over one that comes again."""
+    return (f"outbox-{number}" for number in itertools.count(1))
 
 
 def version_of(server_properties: Any) -> tuple[int, ...] | None:

@@ -15,7 +15,7 @@ from pamqp.header import ContentHeader
 from outbox.core.cancellation import cancelled_from_outside
 from outbox.transports.rabbitmq.channels import Ended, Incoming, Lost
 from outbox.transports.rabbitmq.confirms import Answer, Outgoing
-from outbox.transports.rabbitmq.frames import ANSWER_WITHIN, lowest_free, next_tag, version_of
+from outbox.transports.rabbitmq.frames import ANSWER_WITHIN, consumer_tags, lowest_free, version_of
 
 T = TypeVar("T")
 
@@ -87,7 +87,8 @@ class PlainChannel:
         channel.closing.add_done_callback(lambda closing: self._end(_ended_by(closing)))
         self._settling: asyncio.Queue[Awaitable[None] | None] = asyncio.Queue()
         self._writer: asyncio.Task[None] | None = None
-        self._consumer_tag = ""
+        self._consumers: list[str] = []
+        self._tags = consumer_tags()
         self._prefetch = 0
         self._in_flight: dict[str, asyncio.Future[Answer]] = {}
 
@@ -119,15 +120,15 @@ class PlainChannel:
         if self._writer is None:
             self._channel.on_consumer_cancel_callbacks.add(on_cancel)
             self._writer = asyncio.create_task(self._write(), name="outbox acknowledgements")
-        self._consumer_tag = next_tag(self._consumer_tag)
+        tag = next(self._tags)
+        self._consumers.append(tag)
         self._prefetch = prefetch
         await self.heard()
-        await asked(
-            self._channel.basic_consume(queue, on_message, consumer_tag=self._consumer_tag, timeout=ANSWER_WITHIN)
-        )
+        await asked(self._channel.basic_consume(queue, on_message, consumer_tag=tag, timeout=ANSWER_WITHIN))
 
     async def cancel(self) -> None:
-        await asked(self._channel.basic_cancel(self._consumer_tag, timeout=ANSWER_WITHIN))
+        while self._consumers:
+            await asked(self._channel.basic_cancel(self._consumers.pop(), timeout=ANSWER_WITHIN))
 
     def settle(self, acks: Sequence[tuple[int, bool]], nacks: Sequence[tuple[int, bool]] = ()) -> None:
         if self.ended.done():
