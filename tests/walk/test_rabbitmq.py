@@ -394,3 +394,25 @@ async def test_what_was_handled_right_before_a_worker_closes_is_handled_by_nobod
     assert found == [batch[0].id, batch[-1].id]
     await left.aclose()
     await second.close()
+
+
+@pytest.mark.parametrize("by_hand", [True, False], ids=["by_hand", "plain"])
+async def test_workers_that_come_and_go_make_nobody_a_suspect(broker: RabbitMQ, table_name: str, by_hand: bool) -> None:
+    """A message that was given back, or that was on its way to a worker that left, has killed nobody."""
+    listener = Listener("#", print, queue=f"{table_name}.all", max_crashes=2)  # one return makes a suspect
+    transport = RabbitmqTransport(broker.url, Defaults(exchange_name=table_name), by_hand=by_hand)
+    await transport.open()
+    await transport.declare([listener])
+    batch = [Message(routing_key="a", body=b"") for _ in range(SINGLY * 4)]
+    assert len((await transport.publish(batch)).confirmed) == len(batch)
+    left = {message.id for message in batch}
+    for life in range(8):
+        deliveries = transport.consume(listener, SINGLY * 4)
+        for _ in range(60 * life if life < 7 else len(left)):  # from a few at a time to many
+            delivery = await asyncio.wait_for(anext(deliveries), PATIENCE)
+            assert delivery.attempt.crash_count == 0
+            left.remove(delivery.attempt.message.id)
+            delivery.settle(Done())
+        await deliveries.aclose()
+    assert not left
+    await transport.close()

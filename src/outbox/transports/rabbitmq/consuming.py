@@ -42,6 +42,7 @@ SHORTEST_PAUSE, LONGEST_PAUSE = 0.1, 2.0  # seconds between two tries to consume
 CLOSE_WITHIN = 5.0  # seconds that closing waits for copies to be confirmed, and then for the channel's end
 MOST_PREFETCH = 65_535
 MOST_UNDER_WAY = 16  # a channel of RabbitMQ hands 32 words on to its queue before it waits for the queue to answer
+ON_ITS_WAY = 0.05  # seconds in which everything comes that the broker has sent
 ALONE_AFTER = 0.05  # seconds in which other suspects of the same moment go out of the way
 
 _NOT_FOUND = 404
@@ -104,6 +105,7 @@ class Tray:
         self._acknowledgements = Acknowledgements()
         self._open: dict[int, RabbitmqDelivery] = {}
         self._words = 0  # acknowledgements and the like that the queue may not have heard yet
+        self._makes_room = True  # whether acknowledgements are written, for which the broker sends more
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: dict[asyncio.Task[None], Landing] = {}  # copies that are on their way, and who waits for them
         self._loop = asyncio.get_running_loop()
@@ -159,8 +161,8 @@ class Tray:
                 self._start(self._retry(delivery, landing, headers, delay), landing)
             case Dead():
                 self._start(self._bury(delivery, landing, outcome), landing)
-            case Released() if delivery.envelope.returned or delivery.envelope.crashes is not None:
-                # A second return would begin to look like a crash. A new copy has none.
+            case Released() if self._suspects.would_suspect(delivery.envelope, self._deliveries.listener):
+                # One more return would begin to look like a crash. A new copy has none.
                 crashes = delivery.attempt.crash_count or None
                 self._start(self._give_back(delivery, landing, {CRASHES: crashes}), landing)
             case Released():
@@ -181,10 +183,15 @@ class Tray:
                 await self._channel.close()
 
     async def stop(self) -> None:
-        """Take no more."""
+        """Take no more. What is on its way comes first: the broker would take it back, and count that as a crash."""
+        self._makes_room = False
         with suppress(Lost, TimeoutError):
+            await asyncio.sleep(ON_ITS_WAY)
+            await self._channel.heard()
             await self._channel.cancel()
             self._words = 0
+        self._makes_room = True
+        self._flush()
 
     async def _end_copies(self) -> None:
         if self._tasks:
@@ -286,7 +293,7 @@ class Tray:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._channel.ended.done():
+        if self._channel.ended.done() or not self._makes_room:
             return
         words = self._acknowledgements.words(self._loop.time(), patience)
         if words.acks:

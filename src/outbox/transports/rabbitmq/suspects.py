@@ -53,12 +53,16 @@ class Suspects:
         if returned:
             returned -= min(returned, self._forgiven.get(key, 0))
         if crashes is None:
-            suspect = returned >= max(1, listener.max_crashes - 1)
+            suspect = returned >= _suspicious(listener)
             return (Verdict.SUSPECT, listener.max_crashes - 1) if suspect else (Verdict.TRUSTED, 0)
         if not envelope.on_trial:
             return Verdict.SUSPECT, crashes
         crashes += returned
         return (Verdict.CONDEMNED if crashes >= listener.max_crashes else Verdict.ON_TRIAL), crashes
+
+    def would_suspect(self, envelope: Envelope, listener: Listener) -> bool:
+        """Whether a delivery that goes back now would be a suspect soon, though nothing has happened to it."""
+        return bool(envelope.returned) or envelope.crashes is not None or _suspicious(listener) == 1
 
     def forgive(self, envelope: Envelope, key: Key) -> None:
         """It goes back because its channel is gone, and this process is alive: that was no crash."""
@@ -115,3 +119,8 @@ class Suspects:
             self._reservation.cancel()
             self._reservation = None
         self._on_trial = key
+
+
+def _suspicious(listener: Listener) -> int:
+    """How many returns make a message a suspect."""
+    return max(1, listener.max_crashes - 1)
