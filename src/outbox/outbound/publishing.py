@@ -17,6 +17,8 @@ from outbox.core.transport import Published, Transport
 DEADLINE = 30.0  # seconds after which a publish that has not answered is in doubt
 SIDE_BY_SIDE = 2  # batches under way while there is more than one
 
+_DONE = Done()
+
 
 class Publisher:
     """Claim, commit, publish, settle: no transaction is open while the transport is spoken to."""
@@ -66,7 +68,7 @@ class Publisher:
 
     def _outcome(self, attempt: Attempt, published: Published) -> Outcome:
         if attempt.message.id in published.confirmed:
-            return Done()
+            return _DONE
         refusal = published.refused.get(attempt.message.id)
         if refusal is None:
             return Released()  # in doubt: it is published again, and burns no attempt

@@ -104,9 +104,10 @@ class RabbitmqTransport:
     async def publish(self, messages: Sequence[Message]) -> Published:
         batch: list[Outgoing] = []
         refused: dict[str, Refusal] = {}
+        exchange = self._names.exchange
         for message in messages:
             try:
-                batch.append(self._outgoing(message))
+                batch.append(_outgoing(exchange, message))
             except Unsendable as error:
                 refused[message.id] = Refusal(str(error), permanent=True)
         results = await self._published(batch) if batch else []
@@ -193,12 +194,6 @@ class RabbitmqTransport:
                 "empty one for the relay's own letters, or set rabbitmq_management_url"
             ) from None
 
-    def _outgoing(self, message: Message) -> Outgoing:
-        properties = encoded(message)
-        if len(properties) > LARGEST_PROPERTIES:
-            raise Unsendable(f"its headers have {len(properties)} bytes, and RabbitMQ takes {LARGEST_PROPERTIES}")
-        return Outgoing(self._names.exchange, message.routing_key, properties, message.body, message.id)
-
     async def _published(self, batch: list[Outgoing]) -> list[Result]:
         results = await self._publishing.publish(batch)
         missing = [position for position, result in enumerate(results) if result is Answer.MISSING]
@@ -283,3 +278,10 @@ def _parsed(text: str | URL) -> URL:
     if "heartbeat" not in url.query:
         url = url.update_query(heartbeat=HEARTBEAT)
     return url.with_port(port or (5671 if url.scheme == "amqps" else 5672))
+
+
+def _outgoing(exchange: str, message: Message) -> Outgoing:
+    properties = encoded(message)
+    if len(properties) > LARGEST_PROPERTIES:
+        raise Unsendable(f"its headers have {len(properties)} bytes, and RabbitMQ takes {LARGEST_PROPERTIES}")
+    return Outgoing(exchange, message.routing_key, properties, message.body, message.id)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import Enum, auto
+from typing import NamedTuple
 
 
 class Answer(Enum):
@@ -20,8 +20,7 @@ class Answer(Enum):
     FORBIDDEN = auto()  # the user may not write to that exchange
 
 
-@dataclass(frozen=True, slots=True)
-class Outgoing:
+class Outgoing(NamedTuple):
     """One publish, ready to be written."""
 
     exchange: str
