@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from tests.chaos.broker import RabbitmqDatabase
 from tests.chaos.database import MEBIBYTE, Database, PostgresqlDatabase, SqliteDatabase
@@ -25,7 +25,7 @@ class Profile:
     seconds: float  # over which the faults are spread
     faults: int
     messages: int  # to emit at least, those that are rolled back not counted
-    members: Mapping[str, int]
+    members: Mapping[str, int] = field(default_factory=lambda: {PRODUCER: 2, RELAY: 1, WORKER: 2})
     lease: float = 3.0
     poll_interval: float = 0.5
     slow: float = 3.5  # seconds, longer than a lease
@@ -55,69 +55,30 @@ class Profile:
         )
 
 
+_SHORT = Profile(PostgresqlDatabase, seconds=22, faults=17, messages=1000, slow_share=0.03, kills=0.002)
+_SHORT_ON_SQLITE = Profile(
+    SqliteDatabase, seconds=12, faults=8, messages=300, slow=0.1, kills=0.003, disk=64 * MEBIBYTE
+)
+_LONG = Profile(
+    PostgresqlDatabase,
+    seconds=600,
+    faults=150,
+    messages=52_000,
+    members={PRODUCER: 2, RELAY: 2, WORKER: 3},
+    lease=5.0,
+    slow=7.0,
+    disk=1024 * MEBIBYTE,
+    backlog=2000,
+)
+
 SHORT: Mapping[str, Profile] = {
-    "postgresql": Profile(
-        PostgresqlDatabase,
-        seconds=22,
-        faults=17,
-        messages=1000,
-        members={PRODUCER: 2, RELAY: 1, WORKER: 2},
-        slow_share=0.03,
-        kills=0.002,
-    ),
-    "rabbitmq": Profile(
-        RabbitmqDatabase,
-        seconds=40,
-        faults=28,
-        messages=1500,
-        members={PRODUCER: 2, RELAY: 1, WORKER: 2},
-        slow_share=0.02,
-        kills=0.002,
-    ),
-    "sqlite": Profile(
-        SqliteDatabase,
-        seconds=12,
-        faults=8,
-        messages=300,
-        members={PRODUCER: 2, RELAY: 1, WORKER: 2},
-        slow=0.1,
-        kills=0.003,
-        disk=64 * MEBIBYTE,
-    ),
+    "postgresql": _SHORT,
+    "rabbitmq": replace(_SHORT, database=RabbitmqDatabase, seconds=40, faults=28, messages=1500, slow_share=0.02),
+    "sqlite": _SHORT_ON_SQLITE,
 }
 
 LONG: Mapping[str, Profile] = {
-    "postgresql": Profile(
-        PostgresqlDatabase,
-        seconds=600,
-        faults=150,
-        messages=52_000,
-        members={PRODUCER: 2, RELAY: 2, WORKER: 3},
-        lease=5.0,
-        slow=7.0,
-        disk=1024 * MEBIBYTE,
-        backlog=2000,
-    ),
-    "rabbitmq": Profile(
-        RabbitmqDatabase,
-        seconds=600,
-        faults=150,
-        messages=100_000,
-        members={PRODUCER: 2, RELAY: 2, WORKER: 3},
-        lease=5.0,
-        slow=7.0,
-        slow_share=0.003,
-        disk=1024 * MEBIBYTE,
-        backlog=3000,
-    ),
-    "sqlite": Profile(
-        SqliteDatabase,
-        seconds=180,
-        faults=40,
-        messages=5_000,
-        members={PRODUCER: 2, RELAY: 1, WORKER: 2},
-        slow=0.1,
-        kills=0.001,
-        disk=256 * MEBIBYTE,
-    ),
+    "postgresql": _LONG,
+    "rabbitmq": replace(_LONG, database=RabbitmqDatabase, messages=100_000, slow_share=0.003, backlog=3000),
+    "sqlite": replace(_SHORT_ON_SQLITE, seconds=180, faults=40, messages=5_000, kills=0.001, disk=256 * MEBIBYTE),
 }

@@ -384,14 +384,18 @@ async def test_what_was_handled_right_before_a_worker_closes_is_handled_by_nobod
     deliveries = first.consume(listener, SINGLY * 2)
     taken = [await asyncio.wait_for(anext(deliveries), PATIENCE) for _ in batch[:-1]]
     await deliveries.aclose()
+    await second.publish(batch[-1:])
     # While the one before them is open, no acknowledgement can speak of several.
     landings = [delivery.settle(Done()) for delivery in taken[1:]]
     await first.close()
     assert all([await landing for landing in landings])
-    await second.publish(batch[-1:])
     left = second.consume(listener, SINGLY * 2)
-    found = [(await asyncio.wait_for(anext(left), PATIENCE)).attempt.message.id for _ in range(2)]
-    assert found == [batch[0].id, batch[-1].id]
+    found = [await asyncio.wait_for(anext(left), PATIENCE) for _ in range(2)]
+    assert {delivery.attempt.message.id for delivery in found} == {batch[0].id, batch[-1].id}
+    assert all(delivery.envelope.returned <= 1 for delivery in found)
+    last = Message(routing_key="a", body=b"")
+    await second.publish([last])
+    assert (await asyncio.wait_for(anext(left), PATIENCE)).attempt.message.id == last.id
     await left.aclose()
     await second.close()
 

@@ -6,7 +6,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import typer
@@ -18,7 +18,7 @@ from outbox.cli.exits import ExitCode, Failure
 from outbox.cli.messages import After, Limit, WithBody, attempt_fact, emitted
 from outbox.cli.targets import AsJson, OutboxName, find_outbox
 from outbox.core.attempt import Reason
-from outbox.core.dead_letter import DeadLetter, DeadLetters
+from outbox.core.dead_letter import DeadLetter, DeadLetters, Filter
 from outbox.core.errors import NotFound
 from outbox.instance import Outbox
 
@@ -47,26 +47,22 @@ Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
 class Choice:
     """Which dead letters a command is about: some by their ids, or all that the filters choose."""
 
-    ids: Sequence[int] = ()
-    queue: str | None = None
-    reason: Reason | None = None
-    error: str | None = None
+    ids: Sequence[int]
+    filter: Filter
 
     @classmethod
-    def of(cls, ids: Sequence[int] | None, everything: bool, *filters: str | None) -> Choice:
+    def of(cls, ids: Sequence[int] | None, everything: bool, filter: Filter) -> Choice:
         """What the arguments say; a usage error where they say two things, or nothing."""
-        filtered = any(value is not None for value in filters)
-        if ids and (everything or filtered):
+        if ids and (everything or filter != Filter()):
             raise Failure(ExitCode.USAGE, "give ids, or --all with --queue, --reason and --error, not both")
         if not ids and not everything:
             raise Failure(ExitCode.USAGE, "give ids, or --all; --queue, --reason and --error choose among --all")
-        queue, reason, error = filters
-        return cls(tuple(dict.fromkeys(ids or ())), queue, Reason(reason) if reason else None, error)
+        return cls(tuple(dict.fromkeys(ids or ())), replace(filter, limit=EVERYTHING))
 
     async def found(self, dead_letters: DeadLetters) -> list[DeadLetter]:
         """The chosen ones, all of them looked up before any is touched: one that dies again is not chosen again."""
         if not self.ids:
-            return await dead_letters.list(queue=self.queue, reason=self.reason, error=self.error, limit=EVERYTHING)
+            return await dead_letters.chosen(self.filter)
         found = []
         for id in self.ids:
             try:
@@ -89,9 +85,8 @@ def list_dead_letters(
 ) -> None:
     """List dead letters, oldest first."""
     outbox = find_outbox(outbox_name)
-    found = ask(
-        outbox, lambda: outbox.dead_letters.list(queue=queue, reason=reason, error=error, limit=limit, after=after)
-    )
+    filter = Filter(queue=queue, reason=reason, error=error, limit=limit, after=after)
+    found = ask(outbox, lambda: outbox.dead_letters.chosen(filter))
     next_after = found[-1].id if len(found) == limit else None
     if as_json:
         print_document({"dead_letters": found, "next_after": next_after}, with_body=with_body)
@@ -144,7 +139,7 @@ def replay_dead_letters(
     outbox_name: OutboxName = "",
 ) -> None:
     """Try dead letters again, each in the queue where it died, with fresh attempts."""
-    choice = Choice.of(ids, everything, queue, reason, error)
+    choice = Choice.of(ids, everything, Filter(queue=queue, reason=reason, error=error))
     outbox = find_outbox(outbox_name)
     letters = ask(outbox, lambda: choice.found(outbox.dead_letters))
     replayed = 0
@@ -166,7 +161,7 @@ def discard_dead_letters(
     outbox_name: OutboxName = "",
 ) -> None:
     """Delete dead letters for good. Asks first; where nobody can answer it needs --yes."""
-    choice = Choice.of(ids, everything, queue, reason, error)
+    choice = Choice.of(ids, everything, Filter(queue=queue, reason=reason, error=error))
     may_ask = sys.stdin.isatty() and not as_json
     if not (yes or dry_run or may_ask):
         raise Failure(ExitCode.USAGE, "discarding cannot be undone and nobody can be asked here: add --yes")

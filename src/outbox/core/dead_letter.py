@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Protocol
 
@@ -35,6 +35,25 @@ class DeadLetter:
     died_at: datetime
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filter:
+    """Which dead letters a list is about."""
+
+    queue: str | None = None  # an empty one: those that died before they reached any
+    reason: Reason | None = None
+    error: str | None = None  # a part of the error's text
+    limit: int = 100
+    after: int = 0  # an id
+
+    def lets_through(self, letter: DeadLetter) -> bool:
+        return (
+            letter.id > self.after
+            and self.queue in (None, letter.queue or "")
+            and self.reason in (None, letter.reason)
+            and (self.error is None or self.error in letter.error)
+        )
+
+
 class DeadLetters(Protocol):
     """Where dead letters are kept. Listing one changes nothing about it."""
 
@@ -51,6 +70,10 @@ class DeadLetters(Protocol):
 
         An empty `queue` chooses those that died before they reached one.
         """
+        return await self.chosen(Filter(queue=queue, reason=reason, error=error, limit=limit, after=after))
+
+    async def chosen(self, filter: Filter) -> builtins.list[DeadLetter]:
+        """What `list` returns."""
         ...
 
     async def show(self, id: int) -> DeadLetter:
@@ -66,28 +89,17 @@ class DeadLetters(Protocol):
         ...
 
 
-class AllDeadLetters:
+class AllDeadLetters(DeadLetters):
     """Those of the relay, which a store keeps, and those of queues, which a transport keeps."""
 
     def __init__(self, of_relay: DeadLetters, of_queues: DeadLetters) -> None:
         self._of_relay = of_relay
         self._of_queues = of_queues
 
-    async def list(
-        self,
-        *,
-        queue: str | None = None,
-        reason: Reason | None = None,
-        error: str | None = None,
-        limit: int = 100,
-        after: int = 0,
-    ) -> list[DeadLetter]:
-        found: builtins.list[DeadLetter] = []
-        if after < FIRST_OF_QUEUES:
-            found = await self._of_relay.list(queue=queue, reason=reason, error=error, limit=limit, after=after)
-        if len(found) < limit and queue != "":
-            rest = limit - len(found)
-            found += await self._of_queues.list(queue=queue, reason=reason, error=error, limit=rest, after=after)
+    async def chosen(self, filter: Filter) -> list[DeadLetter]:
+        found = await self._of_relay.chosen(filter) if filter.after < FIRST_OF_QUEUES else []
+        if len(found) < filter.limit and filter.queue != "":
+            found += await self._of_queues.chosen(replace(filter, limit=filter.limit - len(found)))
         return found
 
     async def show(self, id: int) -> DeadLetter:
@@ -103,7 +115,7 @@ class AllDeadLetters:
         discarded = await self._of_relay.discard(of_relay) if of_relay else 0
         return discarded + (await self._of_queues.discard(of_queues) if of_queues else 0)
 
-    def _shared_out(self, ids: Sequence[int]) -> tuple[builtins.list[int], builtins.list[int]]:
+    def _shared_out(self, ids: Sequence[int]) -> tuple[list[int], list[int]]:
         return [id for id in ids if id < FIRST_OF_QUEUES], [id for id in ids if id >= FIRST_OF_QUEUES]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -21,8 +20,7 @@ from sqlalchemy import (
     select,
 )
 
-from outbox.core.attempt import Reason
-from outbox.core.dead_letter import DeadLetter
+from outbox.core.dead_letter import DeadLetter, DeadLetters, Filter
 from outbox.core.errors import NotFound
 from outbox.stores.rows import LONGEST_HISTORY, as_dead_letter, history_line
 from outbox.stores.tables import MESSAGE_COLUMNS
@@ -31,30 +29,22 @@ if TYPE_CHECKING:
     from outbox.stores.sql import SqlStore
 
 
-class SqlDeadLetters:
+class SqlDeadLetters(DeadLetters):
     """Dead letters of a store: those of its relays, and those of its queues where the database is the transport."""
 
     def __init__(self, store: SqlStore) -> None:
         self._store = store
         self._table = store.tables.dead_letters
 
-    async def list(
-        self,
-        *,
-        queue: str | None = None,
-        reason: Reason | None = None,
-        error: str | None = None,
-        limit: int = 100,
-        after: int = 0,
-    ) -> list[DeadLetter]:
+    async def chosen(self, filter: Filter) -> list[DeadLetter]:
         columns = self._table.c
-        statement = select(self._table).where(columns.id > after).order_by(columns.id).limit(limit)
-        if queue is not None:
-            statement = statement.where(columns.destination == queue)
-        if reason is not None:
-            statement = statement.where(columns.reason == str(reason))
-        if error is not None:
-            statement = statement.where(columns.error.contains(error, autoescape=True))
+        statement = select(self._table).where(columns.id > filter.after).order_by(columns.id).limit(filter.limit)
+        if filter.queue is not None:
+            statement = statement.where(columns.destination == filter.queue)
+        if filter.reason is not None:
+            statement = statement.where(columns.reason == str(filter.reason))
+        if filter.error is not None:
+            statement = statement.where(columns.error.contains(filter.error, autoescape=True))
         rows = await self._store.look(lambda connection: connection.execute(statement).all())
         return [as_dead_letter(row) for row in rows]
 
@@ -66,7 +56,7 @@ class SqlDeadLetters:
         return as_dead_letter(row)
 
     async def replay(self, ids: Sequence[int]) -> int:
-        chosen = {"ids": self._store.listed(builtins.list(ids))}
+        chosen = {"ids": self._store.listed(list(ids))}
 
         def work(connection: Connection) -> set[str]:
             # The locks of the SELECT hold off a second replay of the same letters until this one has committed.
@@ -77,12 +67,12 @@ class SqlDeadLetters:
             replayed.extend(row.id for row in found)
             return {row.destination for row in found}
 
-        replayed: builtins.list[int] = []
+        replayed: list[int] = []
         self._store.announce(*await self._store.transact(work))
         return len(replayed)
 
     async def discard(self, ids: Sequence[int]) -> int:
-        chosen = {"ids": self._store.listed(builtins.list(ids))}
+        chosen = {"ids": self._store.listed(list(ids))}
         return await self._store.transact(lambda connection: connection.execute(self._forget, chosen).rowcount)
 
     @cached_property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import builtins
 import heapq
 import itertools
 import time
@@ -16,7 +15,7 @@ from typing import Self, assert_never
 
 from outbox.core.attempt import Attempt, Dead, Done, Outcome, Reason, Released, RetryIn
 from outbox.core.binding import Binding, Bindings
-from outbox.core.dead_letter import FIRST_OF_QUEUES, DeadLetter, clean
+from outbox.core.dead_letter import FIRST_OF_QUEUES, DeadLetter, DeadLetters, Filter, clean
 from outbox.core.errors import NotFound
 from outbox.core.landing import Landing
 from outbox.core.listener import Listener
@@ -242,7 +241,7 @@ def _earlier(moment: datetime, by: timedelta) -> datetime:
     return max(_BEGINNING, moment - by)
 
 
-class MemoryDeadLetters:
+class MemoryDeadLetters(DeadLetters):
     """Dead letters of queues in memory."""
 
     def __init__(self, transport: MemoryTransport) -> None:
@@ -269,24 +268,8 @@ class MemoryDeadLetters:
         """Let time pass since each of them died."""
         self._letters = {id: replace(each, died_at=_earlier(each.died_at, by)) for id, each in self._letters.items()}
 
-    async def list(
-        self,
-        *,
-        queue: str | None = None,
-        reason: Reason | None = None,
-        error: str | None = None,
-        limit: int = 100,
-        after: int = 0,
-    ) -> list[DeadLetter]:
-        found = [
-            letter
-            for letter in self._letters.values()
-            if letter.id > after
-            and queue in (None, letter.queue)
-            and reason in (None, letter.reason)
-            and (error is None or error in letter.error)
-        ]
-        return found[:limit]
+    async def chosen(self, filter: Filter) -> list[DeadLetter]:
+        return [letter for letter in self._letters.values() if filter.lets_through(letter)][: filter.limit]
 
     async def show(self, id: int) -> DeadLetter:
         if id not in self._letters:
@@ -302,5 +285,5 @@ class MemoryDeadLetters:
     async def discard(self, ids: Sequence[int]) -> int:
         return len(self._pop(ids))
 
-    def _pop(self, ids: Sequence[int]) -> builtins.list[DeadLetter]:
+    def _pop(self, ids: Sequence[int]) -> list[DeadLetter]:
         return [self._letters.pop(id) for id in dict.fromkeys(ids) if id in self._letters]

@@ -30,6 +30,7 @@ from outbox.transports.rabbitmq.management import ManagementAway, dead_letter_qu
 from outbox.transports.rabbitmq.plain import PlainWire
 from outbox.transports.rabbitmq.properties import Unsendable, encoded
 from outbox.transports.rabbitmq.publishing import ANSWER_WITHIN, Publishing, Result
+from outbox.transports.rabbitmq.quieting import supervised
 from outbox.transports.rabbitmq.returning import taking_messages
 from outbox.transports.rabbitmq.suspects import Suspects
 from outbox.transports.rabbitmq.topology import Names, Topology
@@ -244,7 +245,8 @@ class RabbitmqTransport:
         url = self._url
         assert url is not None  # noqa: S101 - a transport without one was given a connection
         try:
-            yield url
+            with supervised():
+                yield url
         except Exception as error:  # noqa: BLE001 - what it means is told without the URL
             raise refusal(error, f"RabbitMQ at {url.host}:{url.port}") from None
 

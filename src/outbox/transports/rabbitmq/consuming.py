@@ -194,8 +194,10 @@ class Tray:
         self._flush()
 
     async def _end_copies(self) -> None:
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=CLOSE_WITHIN)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_WITHIN):
+                while self._tasks:  # one may begin another
+                    await asyncio.wait(self._tasks)
         for task, landing in self._tasks.items():
             landing.cancel()
             task.cancel()
@@ -203,13 +205,18 @@ class Tray:
     async def _let_the_queue_hear(self) -> None:
         """Wait until the queue has heard everything: RabbitMQ forgets what a closing channel has not handed on yet.
 
-        Only the beginning and the end of a consumer are answered by the queue itself. What comes meanwhile goes back.
+        Only the beginning and the end of a consumer are answered by the queue itself. What comes meanwhile goes back,
+        but not before the end, or it would come again.
         """
+        arrived: list[Incoming] = []
         with suppress(Lost, TimeoutError):
             async with asyncio.timeout(CLOSE_WITHIN):
-                await self._channel.consume(self.queue, 1, self.take)
+                await self._channel.consume(self.queue, 1, arrived.append)
+                await self._channel.heard()
                 await self._channel.cancel()
                 self._words = 0
+                for incoming in arrived:
+                    self.take(incoming)
 
     def _send_to_trial(self, delivery: RabbitmqDelivery) -> bool:
         if delivery.is_settled or delivery.incoming.tag not in self._open:

@@ -7,14 +7,12 @@ queue that was made before RabbitMQ 4 has one there. So letters that came back a
 from __future__ import annotations
 
 import asyncio
-import builtins
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from outbox.core.attempt import Reason
-from outbox.core.dead_letter import DeadLetter
+from outbox.core.dead_letter import DeadLetter, DeadLetters, Filter
 from outbox.core.errors import ConfigurationError, NotFound, TransportUnavailable
 from outbox.transports.rabbitmq.browsing import MOST_AT_ONCE, Browse, alone, browsing
 from outbox.transports.rabbitmq.channels import Lost, Wire
@@ -33,22 +31,6 @@ _NOT_TOLD = (403, 406)  # this user may not ask, or the arguments are others
 
 
 @dataclass(frozen=True, slots=True)
-class Filter:
-    """Which letters a list is about."""
-
-    reason: Reason | None
-    error: str | None
-    after: int
-
-    def lets_through(self, letter: DeadLetter) -> bool:
-        return (
-            letter.id > self.after
-            and self.reason in (None, letter.reason)
-            and (self.error is None or self.error in letter.error)
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class Hands:
     """What it takes to look and to mend."""
 
@@ -57,7 +39,7 @@ class Hands:
 
 
 @dataclass(slots=True, eq=False)
-class RabbitmqDeadLetters:
+class RabbitmqDeadLetters(DeadLetters):
     """Dead letters of listeners' queues. Copies of one death, which a lost connection may leave, are one letter."""
 
     names: Names
@@ -67,26 +49,18 @@ class RabbitmqDeadLetters:
     _named: set[str] = field(default_factory=set)  # queues that somebody asked for by name
     _places: dict[int, str] = field(default_factory=dict)
 
-    async def list(
-        self,
-        *,
-        queue: str | None = None,
-        reason: Reason | None = None,
-        error: str | None = None,
-        limit: int = 100,
-        after: int = 0,
-    ) -> list[DeadLetter]:
+    async def chosen(self, filter: Filter) -> list[DeadLetter]:
+        queue = filter.queue
         if queue == "":
             return []
-        chosen = Filter(reason, error, after)
         if queue is not None:
             self._named.add(queue)
         found: dict[int, DeadLetter] = {}
         async with self._looking() as look:
             for each in await self.queues(self._named) if queue is None else [queue]:
                 async with look.through(each) as browse:
-                    found |= await _listed(browse, chosen, limit)
-        letters = [found[id] for id in sorted(found)[:limit]]
+                    found |= await _listed(browse, filter)
+        letters = [found[id] for id in sorted(found)[: filter.limit]]
         self._remember(letters)
         return letters
 
@@ -106,7 +80,7 @@ class RabbitmqDeadLetters:
     async def discard(self, ids: Sequence[int]) -> int:
         return await self._end(ids, _all_of_them)
 
-    async def _end(self, ids: Sequence[int], ending: Callable[[Look, builtins.list[Letter]], Awaitable[_Ended]]) -> int:
+    async def _end(self, ids: Sequence[int], ending: Callable[[Look, list[Letter]], Awaitable[_Ended]]) -> int:
         """Take these out for good, each as soon as it may be; how many there were."""
         wanted, gone = set(ids), set[int]()
         async with self._looking() as look:
@@ -129,7 +103,7 @@ class RabbitmqDeadLetters:
 
     def _remember(self, letters: Sequence[DeadLetter]) -> None:
         self._places |= {letter.id: letter.queue for letter in letters if letter.queue is not None}
-        for id in builtins.list(self._places)[: max(0, len(self._places) - MOST_PLACES)]:
+        for id in list(self._places)[: max(0, len(self._places) - MOST_PLACES)]:
             del self._places[id]
 
     @asynccontextmanager
@@ -212,7 +186,7 @@ class Look:
         queue = self.names.queue(letter.dead.queue or "")
         return Outgoing(exchange, queue, properties, message.body, message.id)
 
-    async def _published(self, batch: builtins.list[Outgoing], letters: Sequence[Letter]) -> _Ended:
+    async def _published(self, batch: list[Outgoing], letters: Sequence[Letter]) -> _Ended:
         if not batch:
             return _Ended([])
         results = await self.hands.publishing.publish(batch)
@@ -225,12 +199,12 @@ class Look:
         return _Ended(confirmed, troubles[0] if troubles else None)
 
 
-async def _listed(browse: Browse, chosen: Filter, limit: int) -> dict[int, DeadLetter]:
+async def _listed(browse: Browse, filter: Filter) -> dict[int, DeadLetter]:
     """Enough of the letters, and in any case all that came back before: their order says nothing."""
     found: dict[int, DeadLetter] = {}
-    most = limit
+    limit = most = filter.limit
     while letters := await browse.next(most):
-        found |= {letter.id: letter.dead for letter in letters if chosen.lets_through(letter.dead)}
+        found |= {letter.id: letter.dead for letter in letters if filter.lets_through(letter.dead)}
         missing = limit - len(found)
         if missing <= 0 and not letters[-1].returned:
             break
