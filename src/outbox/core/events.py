@@ -62,6 +62,17 @@ class Handled:
 
 
 @dataclass(frozen=True, slots=True)
+class Conflicted:
+    """The database could not fit a listener's transaction between others; it runs again, which is no new attempt."""
+
+    queue: str
+    attempt: Attempt
+    run: int
+    error: BaseException
+    pause: timedelta
+
+
+@dataclass(frozen=True, slots=True)
 class StillRunning:
     """A listener has been at one message for very long."""
 
@@ -128,6 +139,7 @@ Event = (
     | Unroutable
     | Relayed
     | Handled
+    | Conflicted
     | StillRunning
     | LeaseWasLost
     | CleanedUp

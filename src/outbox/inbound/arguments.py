@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
 from outbox.core.body import Decoder, decoder
+from outbox.core.callables import is_async
 from outbox.core.errors import ConfigurationError
 from outbox.core.listener import Listener
 from outbox.core.message import Message
@@ -62,12 +62,12 @@ class Arguments:
         body = _body(listener, others)
         if inspect.isgeneratorfunction(listener.callback) or inspect.isasyncgenfunction(listener.callback):
             raise ConfigurationError(f"{listener.queue}: calling a generator runs nothing; remove its yield")
-        is_async = _is_async(listener.callback)
-        if session is AsyncSession and not is_async:
+        asynchronous = is_async(listener.callback)
+        if session is AsyncSession and not asynchronous:
             raise ConfigurationError(
                 f"{listener.queue}: a plain function cannot use an AsyncSession; make it `async def`"
             )
-        if session is Session and is_async:
+        if session is Session and asynchronous:
             raise ConfigurationError(
                 f"{listener.queue}: an async function would block on a Session; ask for AsyncSession"
             )
@@ -76,7 +76,7 @@ class Arguments:
             decode = decoder(body.annotation)
         except ConfigurationError as error:
             raise ConfigurationError(f"{listener.queue}: {error}") from error
-        return cls(is_async, session, session_name, body.name, decode, tuple(fillers), positional)
+        return cls(asynchronous, session, session_name, body.name, decode, tuple(fillers), positional)
 
     def bind(self, delivery: Delivery) -> dict[str, Any]:
         """The values for one delivery, all but the session; raises Undecodable."""
@@ -147,9 +147,3 @@ def _plain(annotation: Any) -> Any:
 
 def _is(annotation: object, kind: type) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, kind)
-
-
-def _is_async(callback: Callable[..., Any]) -> bool:
-    while isinstance(callback, functools.partial):
-        callback = callback.func
-    return inspect.iscoroutinefunction(callback) or inspect.iscoroutinefunction(type(callback).__call__)

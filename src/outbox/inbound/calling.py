@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable
 from concurrent.futures import Executor
 from contextlib import AbstractAsyncContextManager, nullcontext
-from contextvars import copy_context
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
-from sqlalchemy import StaticPool
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
+from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
 from outbox.core.listener import Listener
+from outbox.core.message import Message
 from outbox.core.transport import Delivery
 from outbox.inbound.arguments import Arguments
-from outbox.inbound.inbox import Inbox, NotStarted
-from outbox.inbound.own_end import OwnEnd
+from outbox.inbound.inbox import Inbox
+from outbox.inbound.strategies import Isolation, TimeLimit
+from outbox.inbound.threads import Fence, run_in_thread
+from outbox.inbound.transactions import Around, Terms, transact, transact_in_thread
 
 SESSION_TIME_LIMIT = timedelta(seconds=15)  # a transaction that stays open longer holds up the whole database
 
@@ -27,19 +28,11 @@ SESSION_TIME_LIMIT = timedelta(seconds=15)  # a transaction that stays open long
 class Sessions(Protocol):
     """Where listeners' sessions come from."""
 
-    def asynchronous(self) -> AsyncSession: ...
+    def asynchronous(self, message: Message) -> AsyncSession: ...
 
-    def synchronous(self) -> Session: ...
+    def synchronous(self, message: Message) -> Session: ...
 
     def turn(self) -> AbstractAsyncContextManager[None]: ...
-
-
-class ThreadTimeout(TimeoutError):
-    """A plain function ran out of time. Its thread cannot be stopped: the slot stays taken until it ends."""
-
-    def __init__(self, limit: timedelta | None, thread: asyncio.Future[None]) -> None:
-        super().__init__(f"no end within {limit}")
-        self.thread = thread
 
 
 class Call:
@@ -53,6 +46,9 @@ class Call:
         executor: Executor,
         session_time_limit: timedelta = SESSION_TIME_LIMIT,
         queue_name: str | None = None,  # what the destination calls the listener's queue, if that is something else
+        *,
+        limit_of: TimeLimit | None = None,  # if the listener's timeout is a function of the message
+        isolation_of: Isolation | None = None,  # if it asks for a level of isolation
     ) -> None:
         self.arguments = Arguments.of(listener, queue_name)
         self._listener = listener
@@ -63,7 +59,8 @@ class Call:
         self._limit = listener.time_limit
         if self._limit is None and self.arguments.session is not None:
             self._limit = session_time_limit
-        self._seconds = None if self._limit is None else self._limit.total_seconds()
+        self._limit_of = limit_of
+        self._isolation_of = isolation_of
 
     @property
     def in_transaction(self) -> bool:
@@ -73,82 +70,40 @@ class Call:
     async def __call__(self, delivery: Delivery) -> None:
         """Run to the end, or raise what went wrong. With a session, returning means committed."""
         values = self.arguments.bind(delivery)
+        limit = self._limit
+        if self._limit_of is not None:
+            limit = self._limit_of(delivery.attempt.message, limit)
         if not self.arguments.is_async:
-            await self._in_thread(delivery, values)
+            await self._in_thread(delivery, values, limit)
         elif self.arguments.session is not None:
             async with self._turn():
-                await self._in_session(delivery, values)
-        elif self._seconds is not None:
-            async with asyncio.timeout(self._seconds):
+                await self._in_session(delivery, values, limit)
+        elif limit is not None:
+            async with asyncio.timeout(limit.total_seconds()):
                 await self.arguments.call(self._callback, values)
         else:
             await self.arguments.call(self._callback, values)
 
-    async def _in_session(self, delivery: Delivery, values: dict[str, Any]) -> None:
-        sessions, inbox, queue = self._database()
-        session = sessions.asynchronous()
-        own_end = OwnEnd(session.sync_session)
-        try:
-            connection = await self._connected(session)
-            async with asyncio.timeout(self._seconds):
-                # The inbox speaks to a plain connection, and its two halves stand around the listener's await.
-                entering = inbox.entered(connection.sync_connection, queue, delivery)  # type: ignore[arg-type]
-                await connection.run_sync(lambda _: entering.__enter__())
-                await self.arguments.call(self._callback, values, session)
-                own_end.allow()
-                await session.flush()
-                await connection.run_sync(lambda _: entering.__exit__(None, None, None))
-            await session.commit()
-        except (asyncio.CancelledError, TimeoutError):
-            await asyncio.shield(_cut(session))
-            raise
-        finally:
-            await asyncio.shield(session.close())
+    async def _in_session(self, delivery: Delivery, values: dict[str, Any], limit: timedelta | None) -> None:
+        sessions, around = self._database(delivery)
+        body = partial(self.arguments.call, self._callback, values)
+        await transact(sessions.asynchronous(delivery.attempt.message), around, body, self._terms(delivery, limit))
 
-    async def _connected(self, session: AsyncSession) -> AsyncConnection:
-        """The clock starts when there is a connection: waiting for one is not the listener's doing."""
-        try:
-            return await session.connection()
-        except Exception as error:
-            raise NotStarted(f"no connection for {self._listener.queue}") from error
-
-    async def _in_thread(self, delivery: Delivery, values: dict[str, Any]) -> None:
-        loop = asyncio.get_running_loop()
-        started = asyncio.Event()
-
-        def work() -> None:
+    async def _in_thread(self, delivery: Delivery, values: dict[str, Any], limit: timedelta | None) -> None:
+        def work(fence: Fence) -> None:
             if self.arguments.session is None:
-                loop.call_soon_threadsafe(started.set)
+                fence.started()
                 self._plainly(values)
             else:
-                self._in_plain_session(delivery, values, lambda: loop.call_soon_threadsafe(started.set))
+                self._in_plain_session(delivery, values, self._terms(delivery, limit), fence)
 
         async with self._turn():
-            thread = loop.run_in_executor(self._executor, copy_context().run, work)
-            beginning: list[asyncio.Future[Any]] = [thread, asyncio.ensure_future(started.wait())]
-            try:
-                await asyncio.wait(beginning, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                beginning[1].cancel()
-            done, _ = await asyncio.wait([thread], timeout=self._seconds)
-            if not done:
-                raise ThreadTimeout(self._limit, thread)
-            thread.result()
+            await run_in_thread(self._executor, work, limit)
 
-    def _in_plain_session(self, delivery: Delivery, values: dict[str, Any], started: Callable[[], object]) -> None:
-        sessions, inbox, queue = self._database()
-        with sessions.synchronous() as session:
-            own_end = OwnEnd(session)
-            try:
-                connection = session.connection()
-            except Exception as error:
-                raise NotStarted(f"no connection for {queue}") from error
-            started()
-            with inbox.entered(connection, queue, delivery):
-                self._plainly(values, session)
-                own_end.allow()
-                session.flush()
-            session.commit()
+    def _in_plain_session(self, delivery: Delivery, values: dict[str, Any], terms: Terms, fence: Fence) -> None:
+        sessions, around = self._database(delivery)
+        session = sessions.synchronous(delivery.attempt.message)
+        transact_in_thread(session, around, partial(self._plainly, values), terms, fence)
 
     def _plainly(self, values: dict[str, Any], session: object = None) -> None:
         try:
@@ -159,20 +114,15 @@ class Call:
             returned.close()
             raise TypeError("the listener returned a coroutine that nobody awaits: make it `async def`")
 
+    def _terms(self, delivery: Delivery, limit: timedelta | None) -> Terms:
+        isolation_of = self._isolation_of
+        options = None if isolation_of is None else isolation_of(delivery.attempt.message)
+        return Terms(self._listener.queue, None if limit is None else limit.total_seconds(), options)
+
     def _turn(self) -> AbstractAsyncContextManager[None]:
         return nullcontext() if self._sessions is None or not self.in_transaction else self._sessions.turn()
 
-    def _database(self) -> tuple[Sessions, Inbox, str]:
+    def _database(self, delivery: Delivery) -> tuple[Sessions, Around]:
         assert self._sessions is not None and self._inbox is not None  # noqa: S101 - checked before the worker starts
-        return self._sessions, self._inbox, self._listener.queue
-
-
-async def _cut(session: AsyncSession) -> None:
-    """It may have been cut in the middle of a statement: such a connection is closed, not given back.
-
-    Unless it is the only one there is: a database in memory would end with it.
-    """
-    if isinstance(session.get_bind().engine.pool, StaticPool):
-        await session.rollback()
-    else:
-        await session.invalidate()
+        inbox, queue = self._inbox, self._listener.queue
+        return self._sessions, lambda connection: inbox.entered(connection, queue, delivery)

@@ -20,7 +20,10 @@ from outbox.core.retry import RetryPolicy
 from outbox.core.tracking import follow
 from outbox.core.transport import Delivery
 from outbox.inbound import inbox
-from outbox.inbound.calling import Call, ThreadTimeout
+from outbox.inbound.calling import Call
+from outbox.inbound.conflicts import Conflicts
+from outbox.inbound.failing import Failing
+from outbox.inbound.threads import ThreadTimeout
 
 Redaction = Callable[[str], str]
 
@@ -40,15 +43,22 @@ class Handling:
         retry_policy: RetryPolicy,
         redact_error: Redaction,
         observe: Observer,
+        conflicts: Conflicts | None = None,  # for listeners in a transaction
+        failing: Failing | None = None,  # for those with an `on_error`
     ) -> None:
         self._listener = listener
         self._call = call
         self._retry_policy = retry_policy
         self._redact_error = redact_error
         self._observe = observe
+        self._conflicts = conflicts
+        self._failing = failing
 
-    async def handle(self, delivery: Delivery) -> None:
-        """Every delivery ends in exactly one outcome, whatever the listener or the message does. Runs as a task."""
+    async def handle(self, delivery: Delivery, refusal: Exception | None = None) -> None:
+        """Every delivery ends in exactly one outcome, whatever the listener or the message does. Runs as a task.
+
+        A refusal is an error from before the listener could be called: the attempt has failed with it.
+        """
         attempt = delivery.attempt
         follow(attempt.message.tracking_ids)
         began = time.monotonic()
@@ -58,17 +68,21 @@ class Handling:
             outcome = Dead(Reason.CRASHED, f"its worker died or lost its lease {attempt.crash_count} times")
         else:
             try:
-                await self._call(delivery)
+                if refusal is not None:
+                    raise refusal
+                await (self._call(delivery) if self._conflicts is None else self._conflicts.run(self._call, delivery))
                 outcome = self._done(delivery)
             except KeyboardInterrupt:
                 raise
             except BaseException as raised:  # noqa: BLE001 - a listener may raise anything
                 error = None if isinstance(raised, inbox.Handled) else raised
                 outcome = await self._outcome_of(raised, delivery)
+                if self._failing is not None and isinstance(outcome, RetryIn | Dead):
+                    outcome = await self._failing.outcome(raised, delivery, outcome)
         landed = partial(self._landed, attempt, outcome, error, time.monotonic() - began)
         delivery.settle(outcome).then(landed)
         if isinstance(error, ThreadTimeout):
-            await asyncio.wait([error.thread])  # the slot is free when the thread is
+            await error.end()  # the slot is free when the thread is
 
     def _done(self, delivery: Delivery) -> Outcome:
         if self._call.in_transaction and delivery.completion() is not None:

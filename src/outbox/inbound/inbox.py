@@ -39,6 +39,8 @@ class Inbox:
             try:
                 is_new = self._store.write(connection, entry)
             except Exception as error:
+                if self._store.is_conflict(error):
+                    raise  # a copy was handled since this transaction's snapshot: the next run sees it
                 raise NotStarted(f"no inbox for {queue}") from error
             if not is_new:
                 raise Handled

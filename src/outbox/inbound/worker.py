@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from outbox.core.attempt import Attempt, Released
@@ -14,13 +15,17 @@ from outbox.core.cancellation import ABANDONED
 from outbox.core.errors import TransportClosed
 from outbox.core.events import Observer, StillRunning, Troubled
 from outbox.core.listener import Listener
-from outbox.core.pace import Pace
+from outbox.core.pace import RestartDelay, Trouble
 from outbox.core.transport import Delivery, Transport
 from outbox.inbound.handling import Handling
+from outbox.inbound.slots import Slots, slots_for
 
 SHORTEST_TROUBLE, LONGEST_TROUBLE = 0.2, 10.0  # seconds of pause after an error, doubling
 LAST_WORDS = 2.0  # seconds that an abandoned listener has to clean up after itself
 LONG_RUN = 15 * 60.0  # seconds after which a listener that still runs is worth a warning
+
+
+Handle = Callable[[Delivery, Exception | None], Awaitable[None]]
 
 
 @dataclass(slots=True, eq=False)
@@ -34,22 +39,6 @@ class _Run:
     told: bool = False
 
 
-class _Slots:
-    """How many messages of a listener may be handled at once; one task waits for a free one."""
-
-    def __init__(self, count: int) -> None:
-        self.free = count
-        self._freed = asyncio.Event()
-
-    def release(self) -> None:
-        self.free += 1
-        self._freed.set()
-
-    async def one_free(self) -> None:
-        self._freed.clear()
-        await self._freed.wait()
-
-
 class Worker:
     """Serves listeners until it is told to stop, then lets the running ones end."""
 
@@ -61,12 +50,14 @@ class Worker:
         prefetch: int,
         grace: timedelta,
         observe: Observer,
+        restart_delay: RestartDelay | None = None,
     ) -> None:
         self._transport = transport
         self._handlings = handlings
         self._prefetch = prefetch
         self._grace = grace
         self._observe = observe
+        self._restart_delay = restart_delay
         self._running: set[_Run] = set()
 
     async def run(self, stop: asyncio.Event, abandon: asyncio.Event) -> int:
@@ -91,49 +82,48 @@ class Worker:
 
     async def _serve(self, listener: Listener) -> None:
         """Take deliveries for one listener; after an error, take them anew."""
-        trouble = Pace(LONGEST_TROUBLE, SHORTEST_TROUBLE)
-        slots = _Slots(listener.concurrency)
+        trouble = Trouble(LONGEST_TROUBLE, SHORTEST_TROUBLE, self._restart_delay)
+        slots = slots_for(listener, partial(self._start, listener.queue, self._handlings[listener].handle))
         while True:
             try:
                 await self._take(listener, slots, trouble)
             except TransportClosed:
                 raise
             except Exception as error:  # noqa: BLE001 - a worker outlives whatever its transport throws
-                pause = trouble.pause()
+                pause = trouble.pause(error)
                 self._observe(Troubled(f"worker of {listener.queue}", error, timedelta(seconds=pause)))
                 await asyncio.sleep(pause)
 
-    async def _take(self, listener: Listener, slots: _Slots, trouble: Pace) -> None:
+    async def _take(self, listener: Listener, slots: Slots, trouble: Trouble) -> None:
         deliveries = self._transport.consume(listener, self._prefetch)
-        handle = self._handlings[listener].handle
-        start = asyncio.get_running_loop().create_task
         try:
             while True:
                 if not slots.free:
                     await slots.one_free()
                 delivery = await anext(deliveries)
                 trouble.reset()
-                slots.free -= 1
-                run = _Run(listener.queue, delivery.attempt, time.monotonic())
-                self._running.add(run)
-                run.task = start(self._run(run, handle, delivery, slots))
+                slots.take(delivery)
         finally:
+            slots.give_back()
             close = getattr(deliveries, "aclose", None)
             if close is not None:
                 await close()
 
-    async def _run(
-        self, run: _Run, handle: Callable[[Delivery], Awaitable[None]], delivery: Delivery, slots: _Slots
-    ) -> None:
+    def _start(self, queue: str, handle: Handle, slots: Slots, delivery: Delivery, refusal: Exception | None) -> None:
+        run = _Run(queue, delivery.attempt, time.monotonic())
+        self._running.add(run)
+        run.task = asyncio.get_running_loop().create_task(self._run(run, handle(delivery, refusal), delivery, slots))
+
+    async def _run(self, run: _Run, handling: Awaitable[None], delivery: Delivery, slots: Slots) -> None:
         """A task of its own for each delivery: what a listener leaves in its context is gone with it."""
         try:
-            await handle(delivery)
+            await handling
         except Exception as error:  # noqa: BLE001 - a fault of ours, not the listener's
             delivery.settle(Released())  # without an end it would be held for ever
             self._observe(Troubled(f"handling of {delivery.attempt.message.id}", error, timedelta(0)))
         finally:
             self._running.discard(run)
-            slots.release()
+            slots.release(delivery)
 
     async def _watch(self) -> None:
         """Say once of each listener that it runs for very long: the next thing it meets is a broker's own limit."""

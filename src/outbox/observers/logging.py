@@ -10,6 +10,7 @@ from outbox.core.events import (
     Advised,
     Bound,
     CleanedUp,
+    Conflicted,
     Emitted,
     Event,
     Handled,
@@ -51,6 +52,16 @@ class LoggingObserver:
                 )
             case LeaseWasLost():
                 self._lease_lost(event)
+            case Conflicted(queue, attempt, run, error, pause):
+                logger.info(
+                    "run %d of %s %s from %s collided with another transaction, again in %s: %s",
+                    run,
+                    attempt.message.routing_key,
+                    attempt.message.id,
+                    queue,
+                    in_words(pause),
+                    _words(error),
+                )
             case StillRunning(queue, attempt, duration):
                 message = attempt.message
                 logger.warning(
