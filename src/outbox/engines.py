@@ -72,9 +72,9 @@ class Engines:
         main = self.main
         return main if isinstance(main, AsyncEngine) and main.dialect.name == dialect else None
 
-    def session(self) -> AsyncSession:
+    def session(self, **options: Any) -> AsyncSession:
         """A session of our own making, safe on SQLite too."""
-        return AsyncSession(self._safe, expire_on_commit=False)
+        return AsyncSession(self._safe, expire_on_commit=False, **options)
 
     @cached_property
     def _safe(self) -> AsyncEngine:
@@ -143,7 +143,7 @@ class ListenerSessions:
         self._store = store
 
     def asynchronous(self, message: Message) -> AsyncSession:
-        return self._engines.session()
+        return self._engines.session(close_resets_only=False)  # whoever still has it then is too late
 
     def synchronous(self, message: Message) -> Session:
         return Session(self._engines.synchronous, expire_on_commit=False)
@@ -170,7 +170,7 @@ class ChosenSessions(ListenerSessions):
         if source is None:
             return super().asynchronous(message)
         if isinstance(source, str | URL):
-            return AsyncSession(self._engines.elsewhere(source), expire_on_commit=False)
+            return AsyncSession(self._engines.elsewhere(source), expire_on_commit=False, close_resets_only=False)
         session = source()
         if not isinstance(session, AsyncSession):
             raise self._wrong(session, "AsyncSession")

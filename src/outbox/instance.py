@@ -29,7 +29,7 @@ from outbox.inbound.conflicts import Conflicts
 from outbox.inbound.failing import Failing
 from outbox.inbound.handling import Handling
 from outbox.inbound.inbox import Inbox
-from outbox.inbound.strategies import Isolation, TimeLimit
+from outbox.inbound.strategies import Isolation
 from outbox.inbound.threads import Threads
 from outbox.inbound.worker import Worker
 from outbox.observers import Observers
@@ -380,7 +380,6 @@ class Outbox:
         inbox = Inbox(self.store) if has_database else None
         transport = self.transport
         queue_name = transport.queue_name(listener.queue) if isinstance(transport, Naming) else None
-        limit = TimeLimit(listener, self._lease_that_is_not_renewed(listener))
         call = Call(
             listener,
             sessions,
@@ -388,7 +387,7 @@ class Outbox:
             threads,
             self._session_time_limit(listener),
             queue_name,
-            limit_of=limit if callable(listener.timeout) else None,
+            unrenewed_lease=self._unrenewed_lease(listener),
             isolation_of=Isolation(listener, self.store) if listener.isolation_level is not None else None,
         )
         if (call.in_transaction or listener.on_error) and not has_database:
@@ -400,8 +399,6 @@ class Outbox:
                 f"{listener.queue} asks for no session: give its callback an argument annotated AsyncSession or "
                 "Session, or leave out isolation_level and session_factory"
             )
-        if call.in_transaction:
-            limit.check(listener.time_limit)
         if call.arguments.session is Session or (listener.on_error and not call.arguments.is_async):
             self.engines.synchronous  # noqa: B018 - a missing driver is said before any message is touched
         conflicts = Conflicts(self.store, listener.queue, self._observe) if has_database else None
@@ -429,7 +426,7 @@ class Outbox:
             return SESSION_TIME_LIMIT
         return min(SESSION_TIME_LIMIT, self._lease_of(listener) * 0.75)
 
-    def _lease_that_is_not_renewed(self, listener: Listener) -> timedelta | None:
+    def _unrenewed_lease(self, listener: Listener) -> timedelta | None:
         """A lease that the listener's own transaction keeps from being renewed."""
         if not self.engines.configured or self.store.writes_side_by_side:
             return None

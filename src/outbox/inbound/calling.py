@@ -47,7 +47,7 @@ class Call:
         session_time_limit: timedelta = SESSION_TIME_LIMIT,
         queue_name: str | None = None,  # what the destination calls the listener's queue, if that is something else
         *,
-        limit_of: TimeLimit | None = None,  # if the listener's timeout is a function of the message
+        unrenewed_lease: timedelta | None = None,  # the one that a transaction of the listener must not outlast
         isolation_of: Isolation | None = None,  # if it asks for a level of isolation
     ) -> None:
         self.arguments = Arguments.of(listener, queue_name)
@@ -59,7 +59,9 @@ class Call:
         self._limit = listener.time_limit
         if self._limit is None and self.arguments.session is not None:
             self._limit = session_time_limit
-        self._limit_of = limit_of
+        limit_of = TimeLimit(listener, unrenewed_lease if self.in_transaction else None)
+        limit_of.check(listener.time_limit)
+        self._limit_of = limit_of if callable(listener.timeout) else None
         self._isolation_of = isolation_of
 
     @property

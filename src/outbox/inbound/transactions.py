@@ -50,6 +50,7 @@ async def transact(
         await asyncio.shield(_cut(session))
         raise
     finally:
+        own_end.end()
         await asyncio.shield(session.close())
 
 
