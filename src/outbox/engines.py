@@ -26,6 +26,8 @@ class Engines:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
+        self._elsewhere: dict[URL, AsyncEngine] = {}
+        self._elsewhere_in_threads: dict[URL, Engine] = {}
 
     @property
     def configured(self) -> bool:
@@ -93,17 +95,17 @@ class Engines:
         """An engine of our own for a listener's `session_factory`, made once."""
         url = async_url(url)
         self.check_database(url)
-        if url not in self._elsewhere:
-            self._elsewhere[url] = self._made(url)
-        return self._elsewhere[url]
+        return self._elsewhere.get(url) or self._elsewhere.setdefault(url, self._made(url))
 
     def elsewhere_in_threads(self, url: str | URL) -> Engine:
         """The same for plain sessions."""
         url = sync_url(parse_url(url))
         self.check_database(url)
-        if url not in self._elsewhere_in_threads:
-            self._elsewhere_in_threads[url] = store_class(url.get_backend_name()).make_sync_engine(url)
-        return self._elsewhere_in_threads[url]
+        found = self._elsewhere_in_threads.get(url)
+        # Several threads may be first. What all but one of them make has no connection yet.
+        return found or self._elsewhere_in_threads.setdefault(
+            url, store_class(url.get_backend_name()).make_sync_engine(url)
+        )
 
     def check_database(self, url: URL) -> None:
         """Refuse a URL that cannot lead to the database in which the messages are."""
@@ -113,14 +115,6 @@ class Engines:
                 f"session_factory leads to {kind}, and the messages are in {own}: a listener's transaction ends its "
                 "message too, so both are in one database"
             )
-
-    @cached_property
-    def _elsewhere(self) -> dict[URL, AsyncEngine]:
-        return {}
-
-    @cached_property
-    def _elsewhere_in_threads(self) -> dict[URL, Engine]:
-        return {}
 
     async def close(self) -> None:
         """Dispose of what was made here, and only of that."""

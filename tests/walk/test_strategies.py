@@ -350,7 +350,7 @@ async def other_role(outbox: Outbox, effects: Effects, database_url: str, table_
         CREATE ROLE {role} LOGIN PASSWORD '{role}';
         GRANT SELECT (id, lease_token, lease_until), DELETE ON {messages} TO {role};
         GRANT INSERT ON {inbox} TO {role};
-        GRANT INSERT ON {effects.table.name} TO {role};
+        GRANT SELECT, INSERT ON {effects.table.name} TO {role};
         GRANT USAGE ON SEQUENCE {effects.table.name}_id_seq TO {role}"""
     await asyncio.to_thread(on_server, database_url, grants)
     yield make_url(database_url).set(username=role, password=role).render_as_string(hide_password=False)
