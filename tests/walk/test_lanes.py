@@ -90,6 +90,29 @@ async def test_what_waits_for_its_lane_holds_no_slot(
     assert done == [100, *range(50)], "and a lane keeps the order in which its messages came"
 
 
+@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+async def test_at_rabbitmq_too_one_lane_does_not_keep_others_from_coming(
+    make_outbox: MakeOutbox, watch: Watch, rabbitmq_url: str
+) -> None:
+    outbox = make_outbox(transport=rabbitmq_url, observers=[watch])
+    release, passed = asyncio.Event(), asyncio.Event()
+
+    @listen("#", queue="q", lane=by_key, concurrency=2)
+    async def listener(body: int, letter: Message) -> None:
+        if letter.key == "slow":
+            await reached(release)
+        else:
+            passed.set()
+
+    async with outbox.running(relay=True, listeners=[listener]):
+        await emit(outbox, *range(100), key="slow")
+        await emit(outbox, 100, key="quick")
+        await reached(passed)
+        assert watch.all(Handled)[1:] == []
+        release.set()
+        await watch.until(Handled, 101)
+
+
 async def test_without_a_lane_messages_wait_for_nobody(
     make_outbox: MakeOutbox, watch: Watch, transport: str | None
 ) -> None:

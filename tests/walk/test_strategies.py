@@ -13,7 +13,7 @@ from sqlalchemy import make_url, select, text, update
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import Session
 
-from outbox import ConfigurationError, Message, Outbox, listen
+from outbox import NEVER, ConfigurationError, Message, Outbox, listen
 from outbox.core.attempt import Dead, Done, RetryIn
 from outbox.core.events import Conflicted, Handled
 from outbox.inbound import conflicts
@@ -393,6 +393,24 @@ async def test_some_messages_may_be_handled_as_another_role_with_just_the_rights
         "plain usual": True,
     }
     assert sorted(await effects.all()) == ["maker", "url", "usual"]
+
+
+@POSTGRESQL
+async def test_another_role_needs_other_rights_where_messages_are_kept(
+    make_outbox: MakeOutbox, watch: Watch, other_role: str, database_url: str
+) -> None:
+    outbox = make_outbox(observers=[watch], clean_up_after=NEVER)
+    messages, role = outbox.tables.messages.name, make_url(other_role).username
+    changes = "UPDATE (done_at, attempts, lease_token, lease_until), SELECT (attempts)"
+    rights = f"REVOKE DELETE ON {messages} FROM {role}; GRANT {changes} ON {messages} TO {role}"
+    await asyncio.to_thread(on_server, database_url, rights)
+
+    @listen("#", queue="q", session_factory=other_role, retry_delays=())
+    async def listener(body: str, session: AsyncSession) -> None: ...
+
+    await emit(outbox, "kept")
+    async with outbox.running(listeners=[listener]):
+        assert await watch.outcomes(1) == [Done(in_transaction=True)]
 
 
 @POSTGRESQL

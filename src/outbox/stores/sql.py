@@ -217,9 +217,9 @@ class SqlStore(Spelling):
     def is_conflict(self, error: BaseException) -> bool:
         return any(map(self.is_own_conflict, causes(error)))
 
-    @abstractmethod
     def is_own_conflict(self, error: BaseException) -> bool:
         """Whether a driver's own error says that a transaction could not be fitted between others."""
+        return False
 
     def isolation(self, level: str) -> Mapping[str, Any]:
         return {"isolation_level": level}
