@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from outbox.core.attempt import Dead, Done, Reason, Released, RetryIn
+from outbox.core.attempt import Dead, Done, Outcome, Reason, Released, RetryIn
 from outbox.core.durations import NEVER
 from outbox.core.store import Store
 from outbox.testing.store.cases import (
@@ -172,7 +172,10 @@ class SettlingCases(StoreCases):
             async with engine.begin() as connection:
                 assert await connection.run_sync(claim.conclude, first, retry)
                 assert await connection.run_sync(claim.conclude, second, dead)
-            written = {first.id: replace(retry, in_transaction=True), second.id: replace(dead, in_transaction=True)}
+            written: dict[int, Outcome] = {
+                first.id: replace(retry, in_transaction=True),
+                second.id: replace(dead, in_transaction=True),
+            }
             assert await claim.settle(written) == frozenset()
         [again] = await soon(lambda: claimed(store))
         assert (again.message.id, again.attempt_count) == (first.message.id, 2)
