@@ -378,6 +378,7 @@ class Outbox:
         has_database = self.engines.configured
         sessions = self.engines.sessions(self.store, listener) if has_database else None
         inbox = Inbox(self.store) if has_database else None
+        conflicts = Conflicts(self.store, listener.queue, self._observe) if has_database else None
         transport = self.transport
         queue_name = transport.queue_name(listener.queue) if isinstance(transport, Naming) else None
         call = Call(
@@ -389,6 +390,7 @@ class Outbox:
             queue_name,
             unrenewed_lease=self._unrenewed_lease(listener),
             isolation_of=Isolation(listener, self.store) if listener.isolation_level is not None else None,
+            conflicts=conflicts,
         )
         if (call.in_transaction or listener.on_error) and not has_database:
             raise ConfigurationError(f"{listener.queue} asks for a session, but no database is set up")
@@ -401,14 +403,12 @@ class Outbox:
             )
         if call.arguments.session is Session or (listener.on_error and not call.arguments.is_async):
             self.engines.synchronous  # noqa: B018 - a missing driver is said before any message is touched
-        conflicts = Conflicts(self.store, listener.queue, self._observe) if has_database else None
         return Handling(
             listener,
             call,
             retry_policy=listener.retry_policy or settings.policy("retry_delays"),
             redact_error=settings.redact_error or str,
             observe=self._observe,
-            conflicts=conflicts if call.in_transaction else None,
             failing=self._failing(listener, sessions, threads, conflicts),
         )
 

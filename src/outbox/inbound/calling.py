@@ -17,6 +17,7 @@ from outbox.core.listener import Listener
 from outbox.core.message import Message
 from outbox.core.transport import Delivery
 from outbox.inbound.arguments import Arguments
+from outbox.inbound.conflicts import Conflicts
 from outbox.inbound.inbox import Inbox
 from outbox.inbound.strategies import Isolation, TimeLimit
 from outbox.inbound.threads import Fence, run_in_thread
@@ -49,6 +50,7 @@ class Call:
         *,
         unrenewed_lease: timedelta | None = None,  # the one that a transaction of the listener must not outlast
         isolation_of: Isolation | None = None,  # if it asks for a level of isolation
+        conflicts: Conflicts | None = None,
     ) -> None:
         self.arguments = Arguments.of(listener, queue_name)
         self._listener = listener
@@ -63,6 +65,7 @@ class Call:
         limit_of.check(listener.time_limit)
         self._limit_of = limit_of if callable(listener.timeout) else None
         self._isolation_of = isolation_of
+        self._conflicts = conflicts if self.in_transaction else None
 
     @property
     def in_transaction(self) -> bool:
@@ -71,6 +74,9 @@ class Call:
 
     async def __call__(self, delivery: Delivery) -> None:
         """Run to the end, or raise what went wrong. With a session, returning means committed."""
+        await (self._run(delivery) if self._conflicts is None else self._conflicts.run(self._run, delivery))
+
+    async def _run(self, delivery: Delivery) -> None:
         values = self.arguments.bind(delivery)
         limit = self._limit
         if self._limit_of is not None:

@@ -21,7 +21,6 @@ from outbox.core.tracking import follow
 from outbox.core.transport import Delivery
 from outbox.inbound import inbox
 from outbox.inbound.calling import Call
-from outbox.inbound.conflicts import Conflicts
 from outbox.inbound.failing import Failing
 from outbox.inbound.threads import ThreadTimeout
 
@@ -43,7 +42,6 @@ class Handling:
         retry_policy: RetryPolicy,
         redact_error: Redaction,
         observe: Observer,
-        conflicts: Conflicts | None = None,  # for listeners in a transaction
         failing: Failing | None = None,  # for those with an `on_error`
     ) -> None:
         self._listener = listener
@@ -51,7 +49,6 @@ class Handling:
         self._retry_policy = retry_policy
         self._redact_error = redact_error
         self._observe = observe
-        self._conflicts = conflicts
         self._failing = failing
 
     async def handle(self, delivery: Delivery, refusal: Exception | None = None) -> None:
@@ -70,15 +67,13 @@ class Handling:
             try:
                 if refusal is not None:
                     raise refusal
-                await (self._call(delivery) if self._conflicts is None else self._conflicts.run(self._call, delivery))
+                await self._call(delivery)
                 outcome = self._done(delivery)
             except KeyboardInterrupt:
                 raise
             except BaseException as raised:  # noqa: BLE001 - a listener may raise anything
                 error = None if isinstance(raised, inbox.Handled) else raised
                 outcome = await self._outcome_of(raised, delivery)
-                if self._failing is not None and isinstance(outcome, RetryIn | Dead):
-                    outcome = await self._failing.outcome(raised, delivery, outcome)
         landed = partial(self._landed, attempt, outcome, error, time.monotonic() - began)
         delivery.settle(outcome).then(landed)
         if isinstance(error, ThreadTimeout):
@@ -90,6 +85,12 @@ class Handling:
         return _DONE
 
     async def _outcome_of(self, error: BaseException, delivery: Delivery) -> Outcome:
+        outcome = await self._usual_outcome_of(error, delivery)
+        if self._failing is not None and isinstance(outcome, RetryIn | Dead):
+            return await self._failing.outcome(error, delivery, outcome)
+        return outcome
+
+    async def _usual_outcome_of(self, error: BaseException, delivery: Delivery) -> Outcome:
         match error:
             case inbox.Handled():
                 return _DONE
