@@ -16,7 +16,7 @@ from outbox import ConfigurationError, FailedAttempt, Message, Outbox, Reject, l
 from outbox.core.attempt import Dead, Done, Reason, RetryIn
 from outbox.core.events import Conflicted, Handled, LeaseWasLost, Troubled
 
-from .strategies import PATIENCE, Effects, Watch, emit
+from .strategies import PATIENCE, Effects, Watch, emit, reached
 
 MakeOutbox = Callable[..., Outbox]
 
@@ -258,3 +258,32 @@ async def test_without_a_database_it_is_refused() -> None:
 
     with pytest.raises(ConfigurationError, match="q asks for a session, but no database is set up"):
         await Outbox(transport="memory://").worker([listener])
+
+
+async def test_one_that_outlives_the_grace_is_abandoned_and_the_message_given_back(
+    make_outbox: MakeOutbox, watch: Watch, effects: Effects, transport: str | None
+) -> None:
+    outbox = make_outbox(transport=transport, observers=[watch], grace=0.5)
+    asked = asyncio.Event()
+
+    async def on_error(error: BaseException, message: Message, session: AsyncSession, attempt: FailedAttempt) -> None:
+        await session.execute(effects.write("never seen"))
+        asked.set()
+        await asyncio.sleep(3600)
+
+    @listen("#", queue="q", retry_delays=(), on_error=on_error)
+    async def listener(body: int) -> None:
+        raise OSError("away")
+
+    @listen("#", queue="q")
+    async def after(body: int) -> None: ...
+
+    await emit(outbox, 1)
+    async with outbox.running(relay=True, listeners=[listener]):
+        await reached(asked)
+    async with outbox.running(relay=True, listeners=[after]):
+        ended = await watch.until(Handled)
+        while not isinstance(ended[-1].outcome, Done):
+            ended = await watch.until(Handled, len(ended) + 1)
+    assert ended[-1].attempt.attempt_count == 1, "an answer that never came burns no attempt"
+    assert await effects.all() == []

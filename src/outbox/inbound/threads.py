@@ -24,9 +24,8 @@ class ThreadTimeout(TimeoutError):
 
     async def end(self) -> None:
         """Wait for the thread; how it ends is of no interest any more."""
+        self._thread.add_done_callback(_seen)
         await asyncio.wait([self._thread])
-        if not self._thread.cancelled():
-            self._thread.exception()
 
 
 class Fence:
@@ -64,6 +63,7 @@ async def run_in_thread(executor: Executor, work: Callable[[Fence], None], limit
         await asyncio.wait([thread])  # it commits: nobody knows better than the thread how that ends
     except asyncio.CancelledError:
         fence.close()
+        thread.add_done_callback(_seen)
         raise
     thread.result()
 
@@ -97,6 +97,12 @@ class Threads(Executor):
                 return
             work()
             self._idle.release()
+
+
+def _seen(ended: asyncio.Future[None]) -> None:
+    """Nobody waits for it any more, and asyncio complains of errors that nobody has looked at."""
+    if not ended.cancelled():
+        ended.exception()
 
 
 def _run(future: Future[Any], call: Callable[[], Any]) -> None:
