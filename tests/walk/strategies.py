@@ -1,4 +1,4 @@
-"""What the tests of strategies share: two transports, an observer to wait on, and rows that listeners write."""
+"""What the tests of strategies share: an observer to wait on, and rows that listeners write."""
 
 from __future__ import annotations
 
@@ -9,34 +9,16 @@ from sqlalchemy import Column, Integer, MetaData, String, Table, insert, select
 
 from outbox import Outbox
 from outbox.core.attempt import Outcome
-from outbox.core.events import Event, Handled
+from outbox.core.events import Handled
+from tests.seeds.observing import PATIENCE, Recorder
 
-PATIENCE = 60.0  # seconds after which something that should have happened has not, on the slowest machine
 
-
-class Watch:
+class Watch(Recorder):
     """An observer that tests wait on."""
 
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-        self._changed = asyncio.Event()
-
-    def __call__(self, event: Event) -> None:
-        self.events.append(event)
-        self._changed.set()
-
-    def all(self, kind: type[Any]) -> list[Any]:
-        return [event for event in self.events if isinstance(event, kind)]
-
-    async def until(self, kind: type[Any], count: int = 1) -> list[Any]:
-        async with asyncio.timeout(PATIENCE):
-            while len(self.all(kind)) < count:
-                self._changed.clear()
-                await self._changed.wait()
-        return self.all(kind)
-
     async def outcomes(self, count: int) -> list[Outcome]:
-        return [event.outcome for event in await self.until(Handled, count)]
+        """How attempts ended, as soon as that many have."""
+        return [event.outcome for event in await self.wait_for(Handled, count)]
 
 
 class Effects:

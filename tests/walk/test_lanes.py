@@ -13,8 +13,9 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from outbox import Message, Outbox, listen
 from outbox.core.events import Handled, LeaseWasLost
+from tests.seeds.observing import PATIENCE
 
-from .strategies import PATIENCE, Effects, Watch, emit, reached
+from .strategies import Effects, Watch, emit, reached
 
 MakeOutbox = Callable[..., Outbox]
 
@@ -60,7 +61,7 @@ async def test_messages_of_one_lane_go_one_at_a_time_and_others_side_by_side(
         for body in range(5):
             for key in ("red", "green", "blue"):
                 await emit(outbox, body, key=key)
-        await watch.until(Handled, 15)
+        await watch.wait_for(Handled, 15)
     assert most == {"red": 1, "green": 1, "blue": 1}
 
 
@@ -86,7 +87,7 @@ async def test_what_waits_for_its_lane_holds_no_slot(
         await reached(passed)
         assert done == [] or done == [100]
         release.set()
-        await watch.until(Handled, 51)
+        await watch.wait_for(Handled, 51)
     assert done == [100, *range(50)], "and a lane keeps the order in which its messages came"
 
 
@@ -108,9 +109,9 @@ async def test_at_rabbitmq_too_one_lane_does_not_keep_others_from_coming(
         await emit(outbox, *range(100), key="slow")
         await emit(outbox, 100, key="quick")
         await reached(passed)
-        assert watch.all(Handled)[1:] == []
+        assert watch.of(Handled)[1:] == []
         release.set()
-        await watch.until(Handled, 101)
+        await watch.wait_for(Handled, 101)
 
 
 async def test_without_a_lane_messages_wait_for_nobody(
@@ -130,7 +131,7 @@ async def test_without_a_lane_messages_wait_for_nobody(
 
     await emit(outbox, 1, 2, 3)
     async with outbox.running(relay=True, listeners=[listener]):
-        await watch.until(Handled, 3)
+        await watch.wait_for(Handled, 3)
 
 
 async def test_the_lease_on_what_waits_for_its_lane_is_renewed(make_outbox: MakeOutbox, watch: Watch) -> None:
@@ -152,8 +153,8 @@ async def test_the_lease_on_what_waits_for_its_lane_is_renewed(make_outbox: Make
         while min(await leases()) <= max(first):
             await asyncio.sleep(0.05)
         release.set()
-        await watch.until(Handled, 3)
-    assert watch.all(LeaseWasLost) == []
+        await watch.wait_for(Handled, 3)
+    assert watch.of(LeaseWasLost) == []
 
 
 async def test_a_worker_that_stops_gives_back_what_waits_for_its_lane(
@@ -177,9 +178,9 @@ async def test_a_worker_that_stops_gives_back_what_waits_for_its_lane(
     async with outbox.running(relay=True, listeners=[stuck]):
         await reached(started)
     async with outbox.running(relay=True, listeners=[quick]):
-        await watch.until(Handled, 3)
+        await watch.wait_for(Handled, 3)
     assert seen[0] == 1 and sorted(seen[1:]) == [1, 2, 3]
-    assert [event.attempt.attempt_count for event in watch.all(Handled)][-3:] == [1, 1, 1], "nobody's attempt was burnt"
+    assert [event.attempt.attempt_count for event in watch.of(Handled)][-3:] == [1, 1, 1], "nobody's attempt was burnt"
 
 
 async def test_a_lane_that_cannot_be_told_is_a_failed_attempt(
@@ -201,7 +202,7 @@ async def test_a_lane_that_cannot_be_told_is_a_failed_attempt(
     await emit(outbox, 2, key="odd")
     await emit(outbox, 3)
     async with outbox.running(relay=True, listeners=[listener]):
-        await watch.until(Handled, 3)
+        await watch.wait_for(Handled, 3)
     letters = await outbox.dead_letters.list()
     assert sorted(letter.message.body for letter in letters) == [b"1", b"2"]
     assert {letter.error.splitlines()[0].split(":")[0] for letter in letters} == {"KeyError", "ConfigurationError"}
@@ -222,7 +223,7 @@ async def test_what_a_listener_leaves_in_its_context_does_not_reach_the_next_of_
 
     await emit(outbox, 1, 2, 3)
     async with outbox.running(listeners=[listener]):
-        await watch.until(Handled, 3)
+        await watch.wait_for(Handled, 3)
     assert found == [0, 0, 0]
 
 
@@ -242,5 +243,5 @@ async def test_a_failed_message_leaves_its_lane(
 
     await emit(outbox, 1, 2, 3, key="one")
     async with outbox.running(relay=True, listeners=[listener]):
-        await watch.until(Handled, 4)
+        await watch.wait_for(Handled, 4)
     assert sorted(await effects.all()) == ["1", "2", "3"]

@@ -15,8 +15,9 @@ from sqlalchemy.orm import Session
 from outbox import ConfigurationError, FailedAttempt, Message, Outbox, Reject, listen
 from outbox.core.attempt import Dead, Done, Reason, RetryIn
 from outbox.core.events import Conflicted, Handled, LeaseWasLost, Troubled
+from tests.seeds.observing import PATIENCE
 
-from .strategies import PATIENCE, Effects, Watch, emit, reached
+from .strategies import Effects, Watch, emit, reached
 
 MakeOutbox = Callable[..., Outbox]
 
@@ -89,7 +90,7 @@ async def test_permanent_makes_a_dead_letter_at_once_and_what_it_emits_is_sent(
 
     await emit(outbox, 1)
     async with outbox.running(relay=True, listeners=[listener, cancelled]):
-        await watch.until(Handled, 2)
+        await watch.wait_for(Handled, 2)
     [letter] = await outbox.dead_letters.list()
     assert (letter.reason, letter.attempt_count) == (Reason.REJECTED, 1)
     assert letter.error.startswith("ValueError: no such order")
@@ -122,8 +123,8 @@ async def test_what_it_writes_commits_with_the_end_of_the_attempt_or_not_at_all(
             while not await outbox.dead_letters.list():
                 await asyncio.sleep(0.05)
     assert await effects.all() == ["compensation 2"]
-    assert len(watch.all(LeaseWasLost)) == 1
-    assert [event.outcome.in_transaction for event in watch.all(Handled)] == [True]
+    assert len(watch.of(LeaseWasLost)) == 1
+    assert [event.outcome.in_transaction for event in watch.of(Handled)] == [True]
 
 
 async def test_one_that_fails_itself_writes_nothing_and_leaves_the_decision_to_the_policy(
@@ -147,8 +148,8 @@ async def test_one_that_fails_itself_writes_nothing_and_leaves_the_decision_to_t
         first, second, third = await watch.outcomes(3)
     assert isinstance(first, RetryIn) and isinstance(second, RetryIn) and isinstance(third, Done)
     assert not first.in_transaction
-    assert [type(event.error) for event in watch.all(Troubled)] == [RuntimeError, TypeError]
-    assert '"transient", "permanent", or None' in str(watch.all(Troubled)[1].error)
+    assert [type(event.error) for event in watch.of(Troubled)] == [RuntimeError, TypeError]
+    assert '"transient", "permanent", or None' in str(watch.of(Troubled)[1].error)
     assert await effects.all() == []
 
 
@@ -166,7 +167,7 @@ async def test_it_cannot_prolong_what_is_over(make_outbox: MakeOutbox, watch: Wa
 
     await emit(outbox, 1, 2, "no number")
     async with outbox.running(relay=True, listeners=[listener]):
-        await watch.until(Handled, 3)
+        await watch.wait_for(Handled, 3)
     letters = {letter.message.body: letter.reason for letter in await outbox.dead_letters.list()}
     assert letters == {b"1": Reason.REJECTED, b"2": Reason.EXHAUSTED, b'"no number"': Reason.UNDECODABLE}
     assert last == dict.fromkeys(letters, True)
@@ -235,7 +236,7 @@ async def test_its_own_transaction_is_run_again_when_it_collides(
     async with outbox.running(relay=True, listeners=[listener]):
         [outcome] = await watch.outcomes(1)
     assert isinstance(outcome, Dead) and outcome.reason is Reason.REJECTED
-    assert await effects.all() == ["run 2"] and len(watch.all(Conflicted)) == 1
+    assert await effects.all() == ["run 2"] and len(watch.of(Conflicted)) == 1
 
 
 async def test_an_async_listener_with_a_plain_on_error_is_refused(outbox: Outbox) -> None:
@@ -282,8 +283,8 @@ async def test_one_that_outlives_the_grace_is_abandoned_and_the_message_given_ba
     async with outbox.running(relay=True, listeners=[listener]):
         await reached(asked)
     async with outbox.running(relay=True, listeners=[after]):
-        ended = await watch.until(Handled)
+        ended = await watch.wait_for(Handled)
         while not isinstance(ended[-1].outcome, Done):
-            ended = await watch.until(Handled, len(ended) + 1)
+            ended = await watch.wait_for(Handled, len(ended) + 1)
     assert ended[-1].attempt.attempt_count == 1, "an answer that never came burns no attempt"
     assert await effects.all() == []

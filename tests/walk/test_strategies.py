@@ -17,8 +17,9 @@ from outbox import NEVER, ConfigurationError, Message, Outbox, listen
 from outbox.core.attempt import Dead, Done, RetryIn
 from outbox.core.events import Conflicted, Handled
 from outbox.inbound import conflicts
+from tests.seeds.observing import PATIENCE
 
-from .strategies import PATIENCE, Effects, Watch, emit, reached
+from .strategies import Effects, Watch, emit, reached
 
 MakeOutbox = Callable[..., Outbox]
 
@@ -70,7 +71,7 @@ async def test_a_timeout_may_depend_on_the_message(
     await emit(outbox, 2, key="patient")
     await emit(outbox, 3)
     async with outbox.running(relay=True, listeners=[listener]):
-        ended = await watch.until(Handled, 3)
+        ended = await watch.wait_for(Handled, 3)
     assert {event.attempt.message.body: type(event.outcome) for event in ended} == {b"1": Dead, b"2": Done, b"3": Done}
 
 
@@ -164,6 +165,7 @@ async def test_a_listener_that_heeds_no_timeout_cannot_write_past_it(
     assert await effects.all() == ["second"]
 
 
+@pytest.mark.parametrize("database_url", ["sqlite", "postgresql+psycopg"], indirect=True)
 async def test_a_thread_that_outlasts_its_timeout_keeps_its_place_and_commits_nothing(
     make_outbox: MakeOutbox, watch: Watch, effects: Effects, transport: str | None
 ) -> None:
@@ -210,7 +212,7 @@ async def test_an_isolation_level_may_depend_on_the_message(
     await emit(outbox, "repeatable", headers={"level": "REPEATABLE_READ"})
     await emit(outbox, "usual")
     async with outbox.running(relay=True, listeners=[listener, plain]):
-        await watch.until(Handled, 6)
+        await watch.wait_for(Handled, 6)
     assert levels == {
         "strict": "serializable",
         "repeatable": "repeatable read",
@@ -259,12 +261,12 @@ async def test_transactions_that_collide_are_run_again_and_burn_no_attempt(
 
     await emit(outbox, *range(messages))
     async with outbox.running(relay=True, listeners=[listener]):
-        while len([each for each in await watch.until(Handled) if isinstance(each.outcome, Done)]) < messages:
-            await watch.until(Handled, len(watch.all(Handled)) + 1)
+        while len([each for each in await watch.wait_for(Handled) if isinstance(each.outcome, Done)]) < messages:
+            await watch.wait_for(Handled, len(watch.of(Handled)) + 1)
     async with outbox.transaction() as session:
         assert await session.scalar(select(table.c.n)) == messages
     if outbox.store.writes_side_by_side:
-        assert len(watch.all(Conflicted)) > len([each for each in watch.all(Handled) if each.error is not None])
+        assert len(watch.of(Conflicted)) > len([each for each in watch.of(Handled) if each.error is not None])
 
 
 @POSTGRESQL
@@ -288,7 +290,7 @@ async def test_collisions_have_a_count_of_their_own_and_then_the_attempt_has_fai
         first, second = await watch.outcomes(2)
     assert bodies == [[1], [1], [1], [2], [2]], "each run has a body of its own"
     assert isinstance(first, RetryIn) and isinstance(second, Done)
-    assert [event.run for event in watch.all(Conflicted)] == [1, 2, 1]
+    assert [event.run for event in watch.of(Conflicted)] == [1, 2, 1]
     assert await effects.all() == ["run 5"]
 
 
@@ -318,7 +320,7 @@ async def test_a_copy_that_collides_with_the_inbox_entry_of_another_skips(
         release.set()
         assert await watch.outcomes(2) == [Done(), Done()]
     assert await effects.all() == ["once"]
-    assert len(watch.all(Conflicted)) == 1
+    assert len(watch.of(Conflicted)) == 1
 
 
 async def test_a_failure_that_is_no_collision_is_no_further_run(
@@ -335,7 +337,7 @@ async def test_a_failure_that_is_no_collision_is_no_further_run(
     await emit(outbox, 1)
     async with outbox.running(listeners=[listener]):
         [outcome] = await watch.outcomes(1)
-    assert isinstance(outcome, Dead) and runs == [1] and watch.all(Conflicted) == []
+    assert isinstance(outcome, Dead) and runs == [1] and watch.of(Conflicted) == []
 
 
 # Sessions.
