@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from concurrent.futures import Executor
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager
 from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
@@ -74,44 +74,39 @@ class Call:
 
     async def __call__(self, delivery: Delivery) -> None:
         """Run to the end, or raise what went wrong. With a session, returning means committed."""
-        await (self._run(delivery) if self._conflicts is None else self._conflicts.run(self._run, delivery))
-
-    async def _run(self, delivery: Delivery) -> None:
+        if self._conflicts is not None:
+            await self._conflicts.run(self._in_transaction, delivery)
+            return
         values = self.arguments.bind(delivery)
-        limit = self._limit
-        if self._limit_of is not None:
-            limit = self._limit_of(delivery.attempt.message, limit)
+        limit = self._limit if self._limit_of is None else self._limit_of(delivery.attempt.message, self._limit)
         if not self.arguments.is_async:
-            await self._in_thread(delivery, values, limit)
-        elif self.arguments.session is not None:
-            async with self._turn():
-                await self._in_session(delivery, values, limit)
+            await run_in_thread(self._executor, partial(self._without_session, values), limit)
         elif limit is not None:
             async with asyncio.timeout(limit.total_seconds()):
                 await self.arguments.call(self._callback, values)
         else:
             await self.arguments.call(self._callback, values)
 
-    async def _in_session(self, delivery: Delivery, values: dict[str, Any], limit: timedelta | None) -> None:
+    async def _in_transaction(self, delivery: Delivery) -> None:
+        message = delivery.attempt.message
+        values = self.arguments.bind(delivery)
+        limit = self._limit if self._limit_of is None else self._limit_of(message, self._limit)
+        terms = self._terms(message, limit)
         sessions, around = self._database(delivery)
-        body = partial(self.arguments.call, self._callback, values)
-        await transact(sessions.asynchronous(delivery.attempt.message), around, body, self._terms(delivery, limit))
 
-    async def _in_thread(self, delivery: Delivery, values: dict[str, Any], limit: timedelta | None) -> None:
-        def work(fence: Fence) -> None:
-            if self.arguments.session is None:
-                fence.started()
-                self._plainly(values)
+        def in_thread(fence: Fence) -> None:
+            transact_in_thread(sessions.synchronous(message), around, partial(self._plainly, values), terms, fence)
+
+        async with sessions.turn():
+            if self.arguments.is_async:
+                body = partial(self.arguments.call, self._callback, values)
+                await transact(sessions.asynchronous(message), around, body, terms)
             else:
-                self._in_plain_session(delivery, values, self._terms(delivery, limit), fence)
+                await run_in_thread(self._executor, in_thread, limit)
 
-        async with self._turn():
-            await run_in_thread(self._executor, work, limit)
-
-    def _in_plain_session(self, delivery: Delivery, values: dict[str, Any], terms: Terms, fence: Fence) -> None:
-        sessions, around = self._database(delivery)
-        session = sessions.synchronous(delivery.attempt.message)
-        transact_in_thread(session, around, partial(self._plainly, values), terms, fence)
+    def _without_session(self, values: dict[str, Any], fence: Fence) -> None:
+        fence.started()
+        self._plainly(values)
 
     def _plainly(self, values: dict[str, Any], session: object = None) -> None:
         try:
@@ -122,13 +117,9 @@ class Call:
             returned.close()
             raise TypeError("the listener returned a coroutine that nobody awaits: make it `async def`")
 
-    def _terms(self, delivery: Delivery, limit: timedelta | None) -> Terms:
-        isolation_of = self._isolation_of
-        options = None if isolation_of is None else isolation_of(delivery.attempt.message)
+    def _terms(self, message: Message, limit: timedelta | None) -> Terms:
+        options = None if self._isolation_of is None else self._isolation_of(message)
         return Terms(self._listener.queue, None if limit is None else limit.total_seconds(), options)
-
-    def _turn(self) -> AbstractAsyncContextManager[None]:
-        return nullcontext() if self._sessions is None or not self.in_transaction else self._sessions.turn()
 
     def _database(self, delivery: Delivery) -> tuple[Sessions, Around]:
         assert self._sessions is not None and self._inbox is not None  # noqa: S101 - checked before the worker starts

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 from outbox.core.attempt import Attempt, Released
@@ -18,14 +17,11 @@ from outbox.core.listener import Listener
 from outbox.core.pace import RestartDelay, Trouble
 from outbox.core.transport import Delivery, Transport
 from outbox.inbound.handling import Handling
-from outbox.inbound.slots import Slots, slots_for
+from outbox.inbound.slots import Slots, Start, slots_for
 
 SHORTEST_TROUBLE, LONGEST_TROUBLE = 0.2, 10.0  # seconds of pause after an error, doubling
 LAST_WORDS = 2.0  # seconds that an abandoned listener has to clean up after itself
 LONG_RUN = 15 * 60.0  # seconds after which a listener that still runs is worth a warning
-
-
-Handle = Callable[[Delivery, Exception | None], Awaitable[None]]
 
 
 @dataclass(slots=True, eq=False)
@@ -83,7 +79,7 @@ class Worker:
     async def _serve(self, listener: Listener) -> None:
         """Take deliveries for one listener; after an error, take them anew."""
         trouble = Trouble(LONGEST_TROUBLE, SHORTEST_TROUBLE, self._restart_delay)
-        slots = slots_for(listener, partial(self._start, listener.queue, self._handlings[listener].handle))
+        slots = slots_for(listener, self._starting(listener))
         while True:
             try:
                 await self._take(listener, slots, trouble)
@@ -109,10 +105,16 @@ class Worker:
             if close is not None:
                 await close()
 
-    def _start(self, queue: str, handle: Handle, slots: Slots, delivery: Delivery, refusal: Exception | None) -> None:
-        run = _Run(queue, delivery.attempt, time.monotonic())
-        self._running.add(run)
-        run.task = asyncio.get_running_loop().create_task(self._run(run, handle(delivery, refusal), delivery, slots))
+    def _starting(self, listener: Listener) -> Start:
+        queue, handle = listener.queue, self._handlings[listener].handle
+        create_task = asyncio.get_running_loop().create_task
+
+        def start(slots: Slots, delivery: Delivery, refusal: Exception | None) -> None:
+            run = _Run(queue, delivery.attempt, time.monotonic())
+            self._running.add(run)
+            run.task = create_task(self._run(run, handle(delivery, refusal), delivery, slots))
+
+        return start
 
     async def _run(self, run: _Run, handling: Awaitable[None], delivery: Delivery, slots: Slots) -> None:
         """A task of its own for each delivery: what a listener leaves in its context is gone with it."""
