@@ -27,6 +27,7 @@ class Listener:
     timeout: Seconds | None = None  # default: 15 s if the callback asks for a session, none otherwise
     lease: Seconds | None = None  # default: that of setup()
     max_crashes: int = 3  # worker deaths after which a message is dead
+    store_first: bool = False  # store a broker's deliveries in the database, and handle them from there
 
     retry_policy: RetryPolicy | None = field(init=False, repr=False, compare=False)
     time_limit: timedelta | None = field(init=False, repr=False, compare=False)
@@ -41,6 +42,8 @@ class Listener:
             raise ConfigurationError(f"{self.queue}: concurrency={self.concurrency!r}, at least 1")
         if isinstance(self.max_crashes, bool) or not isinstance(self.max_crashes, int) or self.max_crashes < 1:
             raise ConfigurationError(f"{self.queue}: max_crashes={self.max_crashes!r}, at least 1")
+        if not isinstance(self.store_first, bool):
+            raise ConfigurationError(f"{self.queue}: store_first={self.store_first!r}, True or False")
         policy = self.retry_delays
         self._set("retry_policy", None if policy is None else as_retry_policy(policy))
         self._set("time_limit", None if self.timeout is None else configured(as_lifetime, self.timeout, what="timeout"))
@@ -69,6 +72,7 @@ def listen(
     timeout: Seconds | None = None,
     lease: Seconds | None = None,
     max_crashes: int = 3,
+    store_first: bool = False,
 ) -> Callable[[Callable[..., Any]], Listener]:
     """Make a function a Listener: `listen(binding_key, …)(callback)` is `Listener(binding_key, callback, …)`."""
 
@@ -84,6 +88,7 @@ def listen(
             timeout=timeout,
             lease=lease,
             max_crashes=max_crashes,
+            store_first=store_first,
         )
 
     return decorate

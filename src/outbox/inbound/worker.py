@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 from outbox.core.attempt import Attempt, Released
 from outbox.core.cancellation import ABANDONED
@@ -15,12 +15,23 @@ from outbox.core.errors import TransportClosed
 from outbox.core.events import Observer, StillRunning, Troubled
 from outbox.core.listener import Listener
 from outbox.core.pace import Pace
-from outbox.core.transport import Delivery, Transport
-from outbox.inbound.handling import Handling
+from outbox.core.transport import Delivery
 
 SHORTEST_TROUBLE, LONGEST_TROUBLE = 0.2, 10.0  # seconds of pause after an error, doubling
 LAST_WORDS = 2.0  # seconds that an abandoned listener has to clean up after itself
 LONG_RUN = 15 * 60.0  # seconds after which a listener that still runs is worth a warning
+
+
+class Source(Protocol):
+    """Where deliveries come from."""
+
+    def consume(self, listener: Listener, prefetch: int) -> AsyncIterator[Delivery]: ...
+
+
+class Handler(Protocol):
+    """What is done with each of them."""
+
+    async def handle(self, delivery: Delivery) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -55,14 +66,14 @@ class Worker:
 
     def __init__(
         self,
-        transport: Transport,
-        handlings: Mapping[Listener, Handling],
+        source: Source,
+        handlings: Mapping[Listener, Handler],
         *,
         prefetch: int,
         grace: timedelta,
         observe: Observer,
     ) -> None:
-        self._transport = transport
+        self._source = source
         self._handlings = handlings
         self._prefetch = prefetch
         self._grace = grace
@@ -104,7 +115,7 @@ class Worker:
                 await asyncio.sleep(pause)
 
     async def _take(self, listener: Listener, slots: _Slots, trouble: Pace) -> None:
-        deliveries = self._transport.consume(listener, self._prefetch)
+        deliveries = self._source.consume(listener, self._prefetch)
         handle = self._handlings[listener].handle
         start = asyncio.get_running_loop().create_task
         try:
