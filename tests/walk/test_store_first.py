@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextlib import suppress
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -16,6 +14,7 @@ from outbox import ConfigurationError, Listener, Message, Outbox, Reject, listen
 from outbox.core.attempt import Reason
 from outbox.core.events import Handled, LeaseWasLost, Received, Troubled
 from outbox.core.store import Receipt
+from outbox.shutdown import Shutdown
 from outbox.testing.draining import drain
 from outbox.transports.memory import MemoryTransport
 from tests.seeds.observing import Recorder, arrival, eventually, let_leases_run_out
@@ -214,12 +213,11 @@ async def test_a_commit_of_unknown_outcome_is_not_acknowledged_and_stored_again_
     recorder: Recorder,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    receive, unsettled = outbox.store.receive, []
+    receive = outbox.store.receive
 
     async def answer_is_lost(queue: str, messages: list[Message]) -> Receipt:
         receipt = await receive(queue, messages)
         if receipt.stored:
-            unsettled.append(transport._queues["orders"].waiting())
             raise ConnectionError("cut while COMMIT was under way")
         return receipt
 
@@ -306,8 +304,6 @@ async def test_the_rest_of_a_queue_that_is_not_stored_first_any_more_is_served_a
         await transport.publish([order(2)])
         assert await arrival(arrivals) == 2
         assert len(await outbox.messages(queue="orders")) == 1, "nobody looks there"
-    from outbox.shutdown import Shutdown
-
     shutdown = Shutdown()
     leftovers = asyncio.create_task(database.run(shutdown, listeners=[on_order], leftovers=True))
     assert await arrival(arrivals) == 1
