@@ -205,6 +205,26 @@ async def test_a_message_that_cannot_be_stored_is_a_dead_letter_of_the_broker_an
     assert await entries(outbox) == 3
 
 
+@pytest.mark.parametrize("database_url", ["postgresql+asyncpg", "postgresql+psycopg"], indirect=True)
+@pytest.mark.parametrize(
+    "bad",
+    [
+        order(0, "order.\x00"),
+        order(0, tracking_ids=("\x00",)),
+        order(0, tracking_ids=("x" * 256,)),
+        order(0, "order." + "x" * 256),
+        order(0, content_type="\x00"),
+        order(0, key="\ud800"),
+    ],
+    ids=["NUL", "NUL in the id", "long id", "long routing key", "NUL in the content type", "surrogate in the key"],
+)
+async def test_whatever_postgresql_cannot_hold_fails_alone(outbox: Outbox, bad: Message) -> None:
+    good = [order(number) for number in range(5)]
+    receipt = await outbox.store.receive("orders", [*good[:3], bad, *good[3:]])
+    assert receipt.stored == {each.id for each in good}
+    assert set(receipt.refused) == {bad.id}
+
+
 async def test_a_commit_of_unknown_outcome_is_not_acknowledged_and_stored_again_without_harm(
     outbox: Outbox,
     transport: MemoryTransport,
