@@ -419,9 +419,9 @@ class Outbox:
             )
             stack.push_async_callback(each.close)
             storing[as_storage(listener, settings.batch_size)] = each
-        return self._serving(transport, storing) if storing else None
+        return self._serving(transport, storing, watches=False) if storing else None
 
-    def _serving(self, source: Source, handlings: Mapping[Listener, Handler]) -> Worker:
+    def _serving(self, source: Source, handlings: Mapping[Listener, Handler], *, watches: bool = True) -> Worker:
         settings = self.settings
         return Worker(
             source,
@@ -429,6 +429,7 @@ class Outbox:
             prefetch=settings.prefetch_count,
             grace=settings.duration("grace"),
             observe=self._observe,
+            watches=watches,
         )
 
     def _handling(self, listener: Listener, threads: Threads) -> Handling:

@@ -10,6 +10,7 @@ from datetime import timedelta
 from outbox.core.attempt import Dead, Done, Reason, Released
 from outbox.core.dead_letter import clean
 from outbox.core.events import Handled, Observer, Received, Troubled
+from outbox.core.landing import Landing
 from outbox.core.listener import Listener
 from outbox.core.pace import Pace
 from outbox.core.store import Receipt, Store
@@ -86,8 +87,11 @@ class Storing:
     def _bury(self, delivery: Delivery, error: str) -> None:
         """The broker keeps what the database cannot."""
         dead = Dead(Reason.REFUSED, clean(self._redact_error(clean(error))))
-        ended = Handled(self._queue, delivery.attempt, dead, timedelta(0))
-        delivery.settle(dead).then(lambda _: self._observe(ended))
+        delivery.settle(dead).then(lambda landing: self._buried(delivery, dead, landing))
+
+    def _buried(self, delivery: Delivery, dead: Dead, landing: Landing) -> None:
+        if not landing.cancelled() and landing.result():
+            self._observe(Handled(self._queue, delivery.attempt, dead, timedelta(0)))
 
 
 class Sources:

@@ -72,7 +72,9 @@ class Worker:
         prefetch: int,
         grace: timedelta,
         observe: Observer,
+        watches: bool = True,  # whether one that runs for very long is worth a warning
     ) -> None:
+        self._watches = watches
         self._source = source
         self._handlings = handlings
         self._prefetch = prefetch
@@ -83,7 +85,8 @@ class Worker:
     async def run(self, stop: asyncio.Event, abandon: asyncio.Event) -> int:
         """Work until `stop`; how many listeners were abandoned: `abandon` or the end of the grace came first."""
         serving = [asyncio.create_task(self._serve(listener)) for listener in self._handlings]
-        serving.append(asyncio.create_task(self._watch()))
+        if self._watches:
+            serving.append(asyncio.create_task(self._watch()))
         stopping = asyncio.create_task(stop.wait())
         try:
             try:
