@@ -11,12 +11,14 @@ from sqlalchemy import Column, Integer, MetaData, Table, func, insert, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from outbox import ConfigurationError, Listener, Message, Outbox, Reject, listen
-from outbox.core.attempt import Reason
+from outbox.core.attempt import Done, Outcome, Reason, Released
 from outbox.core.events import Handled, LeaseWasLost, Received, Troubled
+from outbox.core.landing import Landing
 from outbox.core.store import Receipt
+from outbox.core.transport import Features
 from outbox.shutdown import Shutdown
 from outbox.testing.draining import drain
-from outbox.transports.memory import MemoryTransport
+from outbox.transports.memory import MemoryDelivery, MemoryTransport
 from tests.seeds.observing import Recorder, arrival, eventually, let_leases_run_out
 
 from .commands import Command
@@ -251,6 +253,70 @@ async def test_a_commit_of_unknown_outcome_is_not_acknowledged_and_stored_again_
     assert trouble.where == "storing for orders"
     assert [(event.stored, event.duplicates) for event in recorder.of(Received)] == [(0, 1)]
     assert arrivals.empty()
+
+
+@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+async def test_a_redaction_that_fails_shows_nothing_and_stops_nothing(
+    make_outbox: MakeOutbox, transport: MemoryTransport, listener: Listener, arrivals: Arrivals
+) -> None:
+    def fail(error: str) -> str:
+        raise ValueError(error)
+
+    outbox = make_outbox(transport=transport, observers=[], redact_error=fail)
+    async with outbox.running(listeners=[listener]):
+        await transport.publish([order(1, f"order.{UNSTORABLE}"), order(2)])
+        assert await arrival(arrivals) == 2
+        [letter] = await eventually(lambda: transport.dead_letters.list())
+    assert letter.error == "the database cannot hold it (why could not be had: ValueError)"
+
+
+class Bare(MemoryTransport):
+    """A broker that can deliver, take back, and nothing else."""
+
+    name = "bare"
+    features = Features(delays=False, keeps_dead_letters=False)
+
+    def consume(self, listener: Listener, prefetch: int) -> Any:
+        deliveries = super().consume(listener, prefetch)
+        take = deliveries.take
+
+        def bare() -> Any:
+            delivery = take()
+            return None if delivery is None else BareDelivery(delivery)
+
+        deliveries.take = bare  # type: ignore[method-assign]
+        return deliveries
+
+
+class BareDelivery:
+    def __init__(self, delivery: MemoryDelivery) -> None:
+        self._delivery = delivery
+        self.attempt = delivery.attempt
+        self.raw = delivery.raw
+
+    def completion(self) -> None:
+        return None
+
+    def settle(self, outcome: Outcome) -> Landing:
+        assert isinstance(outcome, Done | Released), "it knows nothing else"
+        return self._delivery.settle(outcome)
+
+
+async def test_a_broker_without_delays_and_dead_letters_gets_them(
+    make_outbox: MakeOutbox, arrivals: Arrivals, recorder: Recorder
+) -> None:
+    @listen("order.*", queue="orders", store_first=True, retry_delays=(0.1, 0.1))
+    async def failing(number: int, attempt_count: int) -> None:
+        arrivals.put_nowait(attempt_count)
+        raise ConnectionError("the bank is away")
+
+    outbox = make_outbox(transport=Bare(), observers=[recorder])
+    async with outbox.running(listeners=[failing]):
+        await outbox.transport.publish([order(1)])
+        assert [await arrival(arrivals) for _ in range(3)] == [1, 2, 3]
+        await recorder.wait_for(Handled, 3)
+        [letter] = await outbox.store.dead_letters.list(queue="orders")
+    assert (letter.reason, letter.attempt_count, len(letter.history.splitlines())) == (Reason.EXHAUSTED, 3, 3)
 
 
 async def test_what_is_not_stored_when_the_worker_stops_goes_back_to_the_broker(

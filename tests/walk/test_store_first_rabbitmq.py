@@ -31,8 +31,6 @@ MOMENTS = [
     "after the storing statements",  # and before their commit
     "before acknowledging",  # and after the commit
     "listener",
-    "before settle",
-    "after settle",
 ]
 
 

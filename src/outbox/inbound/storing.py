@@ -86,8 +86,14 @@ class Storing:
 
     def _bury(self, delivery: Delivery, error: str) -> None:
         """The broker keeps what the database cannot."""
-        dead = Dead(Reason.REFUSED, clean(self._redact_error(clean(error))))
+        dead = Dead(Reason.REFUSED, self._redacted(error))
         delivery.settle(dead).then(lambda landing: self._buried(delivery, dead, landing))
+
+    def _redacted(self, error: str) -> str:
+        try:
+            return clean(self._redact_error(clean(error)))
+        except Exception as failure:  # noqa: BLE001 - what could not be redacted is not shown
+            return f"the database cannot hold it (why could not be had: {type(failure).__name__})"
 
     def _buried(self, delivery: Delivery, dead: Dead, landing: Landing) -> None:
         if not landing.cancelled() and landing.result():
