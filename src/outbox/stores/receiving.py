@@ -29,8 +29,7 @@ class SqlReceiving:
 
     async def receive(self, queue: str, messages: Sequence[Message]) -> Receipt:
         """Store what is new."""
-        # Always in the same order: two transactions with the same messages would wait for each other otherwise.
-        receipt = await self._receive(queue, sorted({message.id: message for message in messages}.items()))
+        receipt = await self._receive(queue, list({message.id: message for message in messages}.items()))
         if receipt.stored:
             self._store.announce(queue)
         return receipt
@@ -48,10 +47,12 @@ class SqlReceiving:
         return Receipt(first.stored | second.stored, {**first.refused, **second.refused})
 
     def _keep(self, connection: Connection, queue: str, messages: Sequence[tuple[str, Message]]) -> frozenset[str]:
-        entries = self._store.json([{"message_id": id} for id, _ in messages])
-        new = frozenset(connection.execute(self._enter_many, {"queue": queue, "rows": entries}).scalars())
+        # Always in the same order: two transactions with the same messages would wait for each other otherwise.
+        entries = [{"message_id": id} for id in sorted(id for id, _ in messages)]
+        chosen = {"queue": queue, "rows": self._store.json(entries)}
+        new = frozenset(connection.execute(self._enter_many, chosen).scalars())
         if new:
-            connection.execute(self.place, [placed_row(queue, message) for id, message in messages if id in new])
+            self._store.place(connection, [placed_row(queue, message) for id, message in messages if id in new])
         return new
 
     def reception(self, queue: str, message: Message) -> Reception:

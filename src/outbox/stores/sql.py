@@ -379,6 +379,10 @@ class SqlStore(Spelling):
     async def receive(self, queue: str, messages: Sequence[Message]) -> Receipt:
         return await self.receiving.receive(queue, messages)
 
+    def place(self, connection: Connection, rows: Rows) -> None:
+        """Write messages that have their queues, as one batch."""
+        connection.execute(self.receiving.place, rows)
+
     # State.
 
     def make_state(self, connection: Connection) -> None:

@@ -44,6 +44,19 @@ class ReceivingCases(StoreCases):
         assert (attempt.message, attempt.attempt_count, attempt.crash_count) == (sent, 1, 0)
         assert await claimed(store, destination="other") == []
 
+    async def test_bodies_of_every_size_are_received_unchanged(self, store: Store) -> None:
+        large = [message(body=bytes([number]) * 1024 * 1024) for number in range(5)]
+        messages = [message(body=b""), message(body=bytes(range(256))), *large]
+        assert len((await store.receive("q", messages[:2])).stored) == 2
+        assert len((await store.receive("q", messages)).stored) == 5
+        assert {each.message.id: each.message for each in await claimed(store)} == {each.id: each for each in messages}
+
+    async def test_messages_are_claimed_in_the_order_in_which_they_were_received(self, store: Store) -> None:
+        messages = [message(tracking_ids=(f"{7919 * number % 20:02}",)) for number in range(20)]
+        for start in range(0, 20, 5):
+            await store.receive("q", messages[start : start + 5])
+        assert [each.message.id for each in await claimed(store, 10)] == [each.id for each in messages[:10]]
+
     async def test_a_received_message_is_never_taken_by_a_relay(self, engine: AsyncEngine, store: Store) -> None:
         ours = message()
         await emit(engine, store, ours)
