@@ -119,7 +119,7 @@ class SqlReceiving:
 def is_about_values(error: BaseException) -> bool:
     """Whether a statement failed for what it was to write, so that it will fail again."""
     if not isinstance(error, DBAPIError):
-        return isinstance(error, ValueError)  # a driver could not encode it
+        return isinstance(error, TypeError | ValueError)  # it could not be encoded
     if isinstance(error, DataError | IntegrityError):
         return True
     state = getattr(error.orig, "sqlstate", None) or ""

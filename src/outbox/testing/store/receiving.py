@@ -129,6 +129,11 @@ class ReceivingCases(StoreCases):
         lying = [attempt.message.id for attempt in await claimed(store)]
         assert (len(lying), set(lying)) == (len(good), good)
 
+    async def test_a_message_whose_headers_are_no_text_fails_alone(self, store: Store) -> None:
+        good, bad = message(), message(headers={"h": object()})
+        receipt = await store.receive("q", [bad, good])
+        assert (receipt.stored, set(receipt.refused)) == (frozenset({good.id}), {bad.id})
+
     async def test_a_message_that_cannot_be_stored_leaves_no_entry(self, store: Store) -> None:
         bad = message(UNSTORABLE)
         for _ in range(2):
