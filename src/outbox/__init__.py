@@ -16,6 +16,7 @@ from outbox.core.errors import (
     KeyInvalid,
     LeaseLost,
     MessageError,
+    MessageIdInvalid,
     NotAtomicWarning,
     NotFound,
     OutboxError,
@@ -49,6 +50,8 @@ emit_sync = outbox.emit_sync
 emit_many_sync = outbox.emit_many_sync
 cancel_timer = outbox.cancel_timer
 cancel_timer_sync = outbox.cancel_timer_sync
+receive = outbox.receive
+receive_sync = outbox.receive_sync
 transaction = outbox.transaction
 message_relay = outbox.message_relay
 worker = outbox.worker
@@ -77,6 +80,7 @@ __all__ = [
     "Listener",
     "Message",
     "MessageError",
+    "MessageIdInvalid",
     "NotAtomicWarning",
     "NotFound",
     "Outbox",
@@ -111,6 +115,8 @@ __all__ = [
     "listen",
     "message_relay",
     "outbox",
+    "receive",
+    "receive_sync",
     "running",
     "setup",
     "tracking",

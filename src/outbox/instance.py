@@ -29,11 +29,14 @@ from outbox.inbound.conflicts import Conflicts
 from outbox.inbound.failing import Failing
 from outbox.inbound.handling import Handling
 from outbox.inbound.inbox import Inbox
+from outbox.inbound.receiving import Receiver, Unwanted
+from outbox.inbound.storing import Sources, Storing, as_storage, stored_first
 from outbox.inbound.strategies import Isolation
 from outbox.inbound.threads import Threads
-from outbox.inbound.worker import Worker
+from outbox.inbound.worker import Handler, Source, Worker
 from outbox.observers import Observers
 from outbox.observers.logging import LoggingObserver
+from outbox.outbound.callers import at_once, awaited
 from outbox.outbound.cleanup import Cleanup
 from outbox.outbound.connections import AnySession, PlainSession
 from outbox.outbound.emitter import Emitter, Key
@@ -61,7 +64,7 @@ class Outbox:
     def setup(self, **options: Any) -> None:
         """Take options as `Settings` lists them; what was made from earlier ones is forgotten."""
         self._settings = Settings.of(options)
-        for name in ("engines", "tables", "store", "transport", "_emitter", "_observe"):
+        for name in ("engines", "tables", "store", "transport", "_emitter", "_receiver", "_observe"):
             self.__dict__.pop(name, None)
         self.__dict__["_stores"] = {}
         self._emitter  # noqa: B018 - what cannot work is said here, not at the first emit
@@ -150,6 +153,10 @@ class Outbox:
             max_body_size=settings.max_body_size,
             observe=self._observe,
         )
+
+    @cached_property
+    def _receiver(self) -> Receiver:
+        return Receiver(self._store_for, max_body_size=self.settings.max_body_size, observe=self._observe)
 
     # Emitting.
 
@@ -243,6 +250,28 @@ class Outbox:
         """`cancel_timer` for callers without an event loop."""
         return self._emitter.cancel_now(session, timer_id)
 
+    # Receiving.
+
+    async def receive(
+        self, queue: str, message: Message, *, session: AnySession | None = None, unwanted: Unwanted = "dead"
+    ) -> bool:
+        """Store a message from anywhere in a queue of the database, once by its id; False if it was there before.
+
+        In the session's transaction if one is given, otherwise it is committed when this returns. If no listener has
+        the queue, the message is a dead letter, or waits for one with `unwanted="wait"`.
+        """
+        receiver = self._receiver
+        receiver.check(queue, message, unwanted)
+        if session is not None:
+            return await awaited(session, receiver.receive, queue, message, unwanted)
+        async with self.transaction() as own:
+            return await awaited(own, receiver.receive, queue, message, unwanted)
+
+    def receive_sync(self, queue: str, message: Message, *, session: PlainSession, unwanted: Unwanted = "dead") -> bool:
+        """`receive` for callers without an event loop, in their session's transaction."""
+        self._receiver.check(queue, message, unwanted)
+        return at_once(session, self._receiver.receive, queue, message, unwanted)
+
     @asynccontextmanager
     async def transaction(self) -> AsyncIterator[AsyncSession]:
         """A session of the outbox's own engine, begun: commits at the end, rolls back on an exception."""
@@ -259,23 +288,27 @@ class Outbox:
             finally:
                 await self._close_after_last()
 
-    async def worker(self, listeners: Sequence[Listener]) -> int:
+    async def worker(self, listeners: Sequence[Listener], *, store_first: bool = False) -> int:
         """Serve listeners until SIGINT or SIGTERM; how many were abandoned because their grace ended.
 
-        Where the database is the transport this needs no relay beside it.
+        Where the database is the transport this needs no relay beside it. With `store_first` a broker's deliveries are
+        stored in the database and handled from there, as if all listeners asked for it.
         """
         with on_signals() as shutdown:
             try:
-                return await self.run(shutdown, listeners=listeners)
+                return await self.run(shutdown, listeners=listeners, store_first=store_first)
             finally:
                 await self._close_after_last()
 
     @asynccontextmanager
-    async def running(self, *, relay: bool = False, listeners: Sequence[Listener] = ()) -> AsyncIterator[None]:
+    async def running(
+        self, *, relay: bool = False, listeners: Sequence[Listener] = (), store_first: bool = False
+    ) -> AsyncIterator[None]:
         """Relay and worker in the background of this block, without signal handlers: for ASGI lifespans."""
         shutdown = Shutdown()
         ready = asyncio.Event()
-        task = asyncio.create_task(self.run(shutdown, relay=relay, listeners=listeners, ready=ready), name="outbox")
+        working = self.run(shutdown, relay=relay, listeners=listeners, store_first=store_first, ready=ready)
+        task = asyncio.create_task(working, name="outbox")
         waiting = asyncio.create_task(ready.wait())
         try:
             await asyncio.wait([task, waiting], return_when=asyncio.FIRST_COMPLETED)
@@ -294,6 +327,7 @@ class Outbox:
         relay: bool = False,
         listeners: Sequence[Listener] = (),
         leftovers: bool = False,
+        store_first: bool = False,
         ready: asyncio.Event | None = None,
     ) -> int:
         """What relay, worker and running share: open, work until the shutdown, close.
@@ -301,8 +335,10 @@ class Outbox:
         With `leftovers` a worker serves what lies in its transport's queues and routes nothing, so the table may belong
         to another transport by now.
         """
-        if not relay and not listeners:
+        if listeners or not relay:
             check_listeners(listeners)
+        if store_first:
+            listeners = [stored_first(listener) for listener in listeners]
         # A transport that holds deliveries is closed with the run that holds them, not with another one beside it.
         transport = self._database_transport() if self._on_database else self.transport
         needs_store = relay or isinstance(transport, DatabaseTransport) or self.engines.configured
@@ -315,11 +351,14 @@ class Outbox:
             stack.push_async_callback(transport.close)
             await transport.open()
             worker = await self._worker(transport, listeners, stack) if listeners else None
+            storage = self._storage(transport, listeners, stack)
             relays = self._relays(transport, relay, routes=not leftovers) if needs_store else []
             self._observe(Started("worker" if listeners else "relay", self._described(transport, listeners)))
             if ready is not None:
                 ready.set()
-            tasks = [asyncio.create_task(each.run(shutdown.begun)) for each in relays]
+            tasks: list[asyncio.Task[Any]] = [asyncio.create_task(each.run(shutdown.begun)) for each in relays]
+            if storage is not None:
+                tasks.append(asyncio.create_task(storage.run(shutdown.begun, shutdown.forced)))
             for task in tasks:
                 task.add_done_callback(lambda _: shutdown.begun.set())  # one that ends by itself ends everything
             stack.push_async_callback(_end, tasks, shutdown, self.settings.duration("grace"))
@@ -331,7 +370,7 @@ class Outbox:
         self._observe(Stopped("worker" if listeners else "relay", abandoned))
         for task in tasks:
             if task.done() and not task.cancelled():
-                task.result()  # raises what ended a relay: its transport is closed for good
+                task.result()  # raises what ended one of them: its transport is closed for good
         return abandoned
 
     async def _close_after_last(self) -> None:
@@ -354,7 +393,6 @@ class Outbox:
             )
 
     async def _worker(self, transport: Transport, listeners: Sequence[Listener], stack: AsyncExitStack) -> Worker:
-        check_listeners(listeners)
         if not transport.features.consumes:
             raise ConfigurationError(f"the transport {transport.name!r} only publishes: a worker cannot take from it")
         threads = Threads(sum(listener.concurrency * (1 if listener.on_error is None else 2) for listener in listeners))
@@ -363,13 +401,38 @@ class Outbox:
         await transport.declare(listeners)
         for listener in listeners:
             self._observe(Bound(listener.binding))
+        stored = _to_store(transport, listeners)
+        if not stored:
+            return self._serving(transport, handlings)
+        database = self._database_transport()
+        stack.push_async_callback(database.close)
+        await database.declare(stored)
+        return self._serving(Sources(transport, database, stored), handlings)
+
+    def _storage(self, transport: Transport, listeners: Sequence[Listener], stack: AsyncExitStack) -> Worker | None:
+        """What takes deliveries from a broker and stores them, for the listeners that ask for it."""
+        settings, storing = self.settings, {}
+        for listener in _to_store(transport, listeners):
+            each = Storing(
+                self.store,
+                listener.queue,
+                batch_size=settings.batch_size,
+                redact_error=settings.redact_error or str,
+                observe=self._observe,
+            )
+            stack.push_async_callback(each.close)
+            storing[as_storage(listener, settings.batch_size)] = each
+        return self._serving(transport, storing, watches=False) if storing else None
+
+    def _serving(self, source: Source, handlings: Mapping[Listener, Handler], *, watches: bool = True) -> Worker:
         settings = self.settings
         return Worker(
-            transport,
+            source,
             handlings,
             prefetch=settings.prefetch_count,
             grace=settings.duration("grace"),
             observe=self._observe,
+            watches=watches,
             restart_delay=settings.restart_delay,
         )
 
@@ -394,6 +457,8 @@ class Outbox:
         )
         if (call.in_transaction or listener.on_error) and not has_database:
             raise ConfigurationError(f"{listener.queue} asks for a session, but no database is set up")
+        if listener.store_first and not has_database:
+            raise ConfigurationError(f"{listener.queue}: store_first=True, but no database is set up to store in")
         if not call.in_transaction and (
             listener.isolation_level or (listener.session_factory and not listener.on_error)
         ):
@@ -553,7 +618,14 @@ class Outbox:
             await self.engines.close()
 
 
-async def _end(tasks: list[asyncio.Task[None]], shutdown: Shutdown, grace: timedelta) -> None:
+def _to_store(transport: Transport, listeners: Sequence[Listener]) -> list[Listener]:
+    """Those whose deliveries are stored first. What comes from the database is stored already."""
+    if isinstance(transport, DatabaseTransport):
+        return []
+    return [listener for listener in listeners if listener.store_first]
+
+
+async def _end(tasks: list[asyncio.Task[Any]], shutdown: Shutdown, grace: timedelta) -> None:
     """Let relays finish the round they are in, within the grace and unless the shutdown is forced."""
     shutdown.begun.set()
     forced = asyncio.create_task(shutdown.forced.wait())

@@ -19,6 +19,7 @@ from outbox.core.events import (
     Event,
     Handled,
     LeaseWasLost,
+    Received,
     Relayed,
     Routed,
     Started,
@@ -46,6 +47,8 @@ CASES: list[Any] = [
     pytest.param(Emitted([MESSAGE]), logging.INFO, ["emitted", "order.created", "message-1"], id="emitted"),
     pytest.param(Routed("billing", 3), logging.DEBUG, ["routed", "3", "billing"], id="routed"),
     pytest.param(Unroutable("order.lost", 2), logging.WARNING, ["order.lost", "2", "unroutable="], id="unroutable"),
+    pytest.param(Received("billing", 3, duplicates=2), logging.DEBUG, ["stored", "3", "billing", "2"], id="received"),
+    pytest.param(Received("bills", 0, unwanted=1), logging.WARNING, ["1", "bills", "dead"], id="unwanted"),
     pytest.param(Relayed(ATTEMPT, Done()), logging.INFO, ["sent", "order.created", "message-1"], id="sent"),
     pytest.param(
         Relayed(ATTEMPT, RetryIn(timedelta(seconds=5), LONG_ERROR)),

@@ -13,6 +13,7 @@ from outbox import (
     HeadersTooLarge,
     KeyInvalid,
     MessageError,
+    MessageIdInvalid,
     OutboxError,
     RoutingKeyInvalid,
     TimeInvalid,
@@ -135,7 +136,10 @@ def test_a_refused_message_leaves_the_callers_transaction_as_it_was(emitting: An
     assert emitting.stored() == 2
 
 
-@pytest.mark.parametrize("error", sorted(MessageError.__subclasses__(), key=lambda each: each.__name__))
+# Whoever emits gets an id from us: only a message that is received may have a bad one.
+@pytest.mark.parametrize(
+    "error", sorted({*MessageError.__subclasses__()} - {MessageIdInvalid}, key=lambda each: each.__name__)
+)
 def test_each_limit_has_an_error_of_its_own(error: type[MessageError]) -> None:
     assert any(case.values[1] is error for case in BEYOND)
     assert issubclass(error, OutboxError)

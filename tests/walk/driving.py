@@ -77,6 +77,9 @@ class Driving(ABC):
     async def cancel_timer(self, outbox: Outbox, timer_id: str) -> bool: ...
 
     @abstractmethod
+    async def receive(self, outbox: Outbox, queue: str, message: Message) -> bool: ...
+
+    @abstractmethod
     async def mispaired(self, outbox: Outbox) -> list[Callable[[], Any]]:
         """The calls that are meant for the other kind of connection."""
 
@@ -99,6 +102,9 @@ class Awaiting(Driving):
     async def cancel_timer(self, outbox: Outbox, timer_id: str) -> bool:
         return await outbox.cancel_timer(self.connection, timer_id)
 
+    async def receive(self, outbox: Outbox, queue: str, message: Message) -> bool:
+        return await outbox.receive(queue, message, session=self.connection)
+
     async def mispaired(self, outbox: Outbox) -> list[Callable[[], Any]]:
         async def emit_sync() -> None:
             outbox.emit_sync(self.connection, "a", 1)
@@ -109,7 +115,10 @@ class Awaiting(Driving):
         async def cancel_timer_sync() -> None:
             outbox.cancel_timer_sync(self.connection, "t")
 
-        return [emit_sync, emit_many_sync, cancel_timer_sync]
+        async def receive_sync() -> None:
+            outbox.receive_sync("q", Message(routing_key="a", body=b""), session=self.connection)
+
+        return [emit_sync, emit_many_sync, cancel_timer_sync, receive_sync]
 
     async def execute(self, statement: str) -> None:
         await self.connection.execute(statement)
@@ -244,11 +253,15 @@ class Threaded(Driving):
     async def cancel_timer(self, outbox: Outbox, timer_id: str) -> bool:
         return await self.run(outbox.cancel_timer_sync, self.connection, timer_id)
 
+    async def receive(self, outbox: Outbox, queue: str, message: Message) -> bool:
+        return await self.run(outbox.receive_sync, queue, message, session=self.connection)
+
     async def mispaired(self, outbox: Outbox) -> list[Callable[[], Any]]:
         return [
             lambda: outbox.emit(self.connection, "a", 1),
             lambda: outbox.emit_many(self.connection, "a", []),
             lambda: outbox.cancel_timer(self.connection, "t"),
+            lambda: outbox.receive("q", Message(routing_key="a", body=b""), session=self.connection),
         ]
 
 

@@ -73,13 +73,24 @@ def die_around(owner: Any, name: str, moment: str) -> None:
 
 def arm() -> None:
     """Put the moments in place at which this process may die."""
+    from outbox.inbound.storing import Storing
     from outbox.stores.claims import SqlClaim
+    from outbox.stores.receiving import SqlReceiving
     from outbox.stores.routing import SqlRouting
+    from outbox.transports.database import DatabaseDeliveries
 
     die_around(SqlClaim, "settle", "settle")
     die_around(SqlClaim, "_settle", "the settling statement")
     die_around(SqlClaim, "_take", "the claiming statement")
     die_around(SqlRouting, "_send_to", "routing")
+    die_around(SqlReceiving, "_keep", "the storing statements")
+    die_around(Storing, "_settle", "acknowledging")
+    if "SHOP_CLAIMS_NOTHING" in os.environ:
+        DatabaseDeliveries._claim = never  # type: ignore[method-assign]
+
+
+async def never(*_: object) -> bool:
+    return await asyncio.get_running_loop().create_future()
 
 
 async def produce(first: int, count: int, batch: int) -> None:
@@ -107,7 +118,7 @@ async def main(command: str, *arguments: str) -> None:
         await produce(*map(int, arguments))
     elif command == "worker":
         served = [listener for listener in (ledger, journal) if not arguments or listener.queue in arguments]
-        await outbox.worker(served)
+        await outbox.worker(served, store_first="SHOP_STORES_FIRST" in os.environ)
         await outbox.close()
     elif command == "relay":
         await outbox.message_relay()

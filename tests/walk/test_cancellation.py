@@ -99,6 +99,18 @@ async def cancel_timer(stage: Stage) -> None:
         await stage.write_effect(session, "cancelled")
 
 
+@case("Outbox.receive")
+async def receive(stage: Stage) -> None:
+    await stage.outbox.receive("q", Message(routing_key="order.paid", body=b'"new"'))
+
+
+@case("Outbox.receive")
+async def receive_in_a_transaction_for_a_queue_that_nobody_has(stage: Stage) -> None:
+    async with stage.outbox.transaction() as session:
+        await stage.write_effect(session, "new")
+        await stage.outbox.receive("nobodys", Message(routing_key="order.paid", body=b'"new"'), session=session)
+
+
 # Serving.
 
 
@@ -263,6 +275,7 @@ def calls() -> Iterator[tuple[str, Operation]]:
     yield "Store.unbind", lambda stage: stage.store.unbind("q")
     yield "Store.bindings", lambda stage: stage.store.bindings()
     yield "Store.deliver", lambda stage: stage.store.deliver([message], {message.id: ["q", "other"]})
+    yield "Store.receive", lambda stage: stage.store.receive("q", [message])
     yield "Store.purge", lambda stage: stage.store.purge(HOUR, 10)
     yield "Store.purge_inbox", lambda stage: stage.store.purge_inbox(HOUR, 10)
     yield "Store.expire", lambda stage: stage.store.expire(10)
@@ -332,7 +345,7 @@ PASSED_ON = tuple(
     f"Outbox.{name}" for name in ("backlog", "messages", "find", "bindings", "unbind", "create_tables", "check_tables")
 )
 # The statements are the same with both drivers; how they connect, wait and are cut differs.
-WITH_PSYCOPG = (emit, emit_many, route, settle, running)
+WITH_PSYCOPG = (emit, emit_many, receive, route, settle, running)
 
 
 def _is_cut_on(database: str, case: Case) -> bool:

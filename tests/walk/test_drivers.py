@@ -20,7 +20,9 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from outbox import (
+    Binding,
     Listener,
+    Message,
     NotAtomicWarning,
     Outbox,
     SnapshotConflict,
@@ -338,6 +340,43 @@ async def test_another_error_of_the_driver_is_the_drivers_own(driver: Driving, o
         await driver.emit(outbox, "a", 1)
     assert type(caught.value).__module__.split(".")[0] in ("asyncpg", "psycopg", "sqlite3", "django")
     await driver.rollback()
+
+
+# Receiving
+
+
+async def test_a_message_is_received_once_in_the_drivers_own_transaction(driver: Driving, outbox: Outbox) -> None:
+    await outbox.store.bind([Binding("q", "#")])
+    sent = Message(routing_key="a", body=b"\x00", headers={"h": "ä"}, key="k", tracking_ids=("x", "evt_1"))
+    await driver.begin()
+    assert await driver.receive(outbox, "q", sent)
+    assert await outbox.messages() == []
+    await driver.rollback()
+    await driver.begin()
+    assert await driver.receive(outbox, "q", sent)
+    assert not await driver.receive(outbox, "q", sent)
+    await driver.commit()
+    [stored] = await outbox.messages(queue="q")
+    assert stored.message == sent
+
+
+async def test_a_message_that_nobody_wants_is_a_dead_letter_of_the_same_transaction(
+    driver: Driving, outbox: Outbox
+) -> None:
+    sent = Message(routing_key="a", body=b"1", tracking_ids=("evt_1",))
+    await driver.begin()
+    assert await driver.receive(outbox, "lonely", sent)
+    assert await outbox.dead_letters.list() == []
+    await driver.commit()
+    [letter] = await outbox.dead_letters.list()
+    assert (letter.message, letter.queue, letter.reason) == (sent, "lonely", "unwanted")
+
+
+async def test_without_a_transaction_nothing_is_received(closed: Driving, outbox: Outbox) -> None:
+    await closed.open_autocommit()
+    with pytest.raises(TransactionError, match="receive on a connection without an open transaction"):
+        await closed.receive(outbox, "q", Message(routing_key="a", body=b"1"))
+    assert await outbox.dead_letters.list() == []
 
 
 @only(*DRIVERS)

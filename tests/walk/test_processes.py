@@ -62,6 +62,16 @@ class Shop:
         for process in self.processes:
             process.wait(SOON)
 
+    def set(self, **environment: str) -> None:
+        """For all processes that start from now on."""
+        self._environment |= environment
+
+    def kill(self) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
     def live_again(self) -> None:
         """Let the next process die where the last one did."""
         (self._folder / "died").unlink(missing_ok=True)
@@ -80,10 +90,7 @@ def shop(tmp_path: Path, database_url: str, table_name: str) -> Iterator[Shop]:
         shop.run("tables")
         yield shop
     finally:
-        for process in shop.processes:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
+        shop.kill()
 
 
 async def effects(outbox: Outbox, shop: Shop) -> Counter[int]:

@@ -142,6 +142,26 @@ async def nothing_in_queues_and(operator: Outbox, **counts: int) -> bool:
     return not backlog.dead and not queued and all(getattr(backlog, name) == count for name, count in counts.items())
 
 
+async def test_a_worker_stores_first_and_receives_under_its_role(
+    roles: Roles, shop: Shop, make_outbox: MakeOutbox
+) -> None:
+    shop.fails = False
+    worker = make_outbox(db_engine_url=roles.url_of("worker"), transport="memory://")
+    operator = make_outbox(db_engine_url=roles.url_of("operator"))
+    async with worker.running(listeners=shop.listeners, store_first=True):
+        await worker.transport.publish([Message(routing_key="order.created", body=b"1")])
+        assert await worker.receive("ledger", Message(routing_key="order.created", body=b"2"))
+        assert await worker.receive("nobodys", Message(routing_key="order.created", body=b"3"))
+        [letter] = await until(lambda: all_dead(operator, 1))
+        assert (letter.queue, letter.reason) == ("nobodys", "unwanted")
+
+        async def both() -> bool:
+            found = await asyncio.to_thread(roles.run, f"SELECT body FROM {shop.table} ORDER BY body")
+            return bool(found == [(1,), (2,)])
+
+        await until(both)
+
+
 async def test_a_relay_routes_for_workers_that_come_later(roles: Roles, shop: Shop, make_outbox: MakeOutbox) -> None:
     producer, relay, worker, operator = (make_outbox(db_engine_url=roles.url_of(kind)) for kind in KINDS)
     async with worker.running(listeners=shop.listeners):

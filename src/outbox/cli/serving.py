@@ -16,7 +16,13 @@ from outbox.instance import Outbox
 from outbox.shutdown import on_signals
 
 
-def serve(outbox: Outbox, listeners: Sequence[Listener] | None = None, *, leftovers: bool = False) -> None:
+def serve(
+    outbox: Outbox,
+    listeners: Sequence[Listener] | None = None,
+    *,
+    leftovers: bool = False,
+    store_first: bool = False,
+) -> None:
     """Work until a signal: as a worker if there are listeners, as a relay otherwise."""
 
     # What is loaded by now stays for good: the collector need not look through it again with every thousand messages.
@@ -28,7 +34,7 @@ def serve(outbox: Outbox, listeners: Sequence[Listener] | None = None, *, leftov
         with on_signals() as shutdown:
             if listeners is None:
                 await outbox.run(shutdown, relay=True)
-            elif await outbox.run(shutdown, listeners=listeners, leftovers=leftovers):
+            elif await outbox.run(shutdown, listeners=listeners, leftovers=leftovers, store_first=store_first):
                 _leave(ExitCode.FORCED if shutdown.forced.is_set() else ExitCode.ABANDONED)
 
     ask(outbox, working, makes_file=True)

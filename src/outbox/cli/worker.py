@@ -14,10 +14,15 @@ Leftovers = Annotated[
     bool, typer.Option("--leftovers", help="Serve what lies in queues of a transport that the table belonged to.")
 ]
 
+StoreFirst = Annotated[
+    bool, typer.Option("--store-first", help="Store a broker's deliveries in the database and handle them from there.")
+]
+
 
 def worker(
     listeners_name: ListenersName,
     leftovers: Leftovers = False,
+    store_first: StoreFirst = False,
     outbox_name: OutboxName = "",
     log_level: LogLevelName = LogLevel.INFO,
 ) -> None:
@@ -30,8 +35,10 @@ def worker(
 
     With --leftovers it routes nothing, and the table may belong to another transport by now: that is how a move to
     another transport ends.
+
+    With --store-first it does for all listeners what store_first=True does for one.
     """
     listeners = find_listeners(listeners_name)
     outbox = find_outbox(outbox_name)
     start_logging(log_level)
-    serve(outbox, listeners, leftovers=leftovers)
+    serve(outbox, listeners, leftovers=leftovers, store_first=store_first)

@@ -29,6 +29,7 @@ class Reason(StrEnum):
     EXPIRED = "expired"  # its expiration passed
     UNDECODABLE = "undecodable"  # the body is not what the listener's annotation says
     CRASHED = "crashed"  # it took its worker down `max_crashes` times
+    UNWANTED = "unwanted"  # it was received for a queue that no listener has
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,8 @@ OutboxError
 │   ├── TooManyHeaders
 │   ├── HeadersTooLarge
 │   ├── TimeInvalid
-│   └── TimerIdInvalid
+│   ├── TimerIdInvalid
+│   └── MessageIdInvalid
 ├── TransactionError            the caller's transaction cannot take the message
 │   ├── SnapshotConflict        SQLite: it read before it wrote, and somebody else wrote meanwhile
 │   └── TablesMissing           a driver's own connection, and nobody has made the tables yet
@@ -95,6 +96,10 @@ class TimeInvalid(MessageError):
 
 class TimerIdInvalid(MessageError):
     """The timer id is empty, too long, or contains control characters."""
+
+
+class MessageIdInvalid(MessageError):
+    """The id of a message from outside is empty, too long, or contains control characters."""
 
 
 class TransactionError(OutboxError):

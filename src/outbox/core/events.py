@@ -43,6 +43,16 @@ class Unroutable:
 
 
 @dataclass(frozen=True, slots=True)
+class Received:
+    """Messages from outside were stored in a queue of the database."""
+
+    queue: str
+    stored: int
+    duplicates: int = 0  # they had been stored or handled before
+    unwanted: int = 0  # no listener has the queue: they are dead letters
+
+
+@dataclass(frozen=True, slots=True)
 class Relayed:
     """A relay's attempt ended."""
 
@@ -137,6 +147,7 @@ Event = (
     | Bound
     | Routed
     | Unroutable
+    | Received
     | Relayed
     | Handled
     | Conflicted

@@ -39,6 +39,7 @@ class Listener:
     timeout: Timeout | None = None  # default: 15 s if the callback asks for a session, none otherwise
     lease: Seconds | None = None  # default: that of setup()
     max_crashes: int = 3  # worker deaths after which a message is dead
+    store_first: bool = False  # store a broker's deliveries in the database, and handle them from there
     lane: Lane | None = None  # messages of one lane are handled one at a time: a name, or a function of the message
     isolation_level: IsolationLevel | None = None  # default: that of the database
     session_factory: SessionFactory | None = None  # default: sessions of the outbox's own engine
@@ -57,6 +58,8 @@ class Listener:
             raise ConfigurationError(f"{self.queue}: concurrency={self.concurrency!r}, at least 1")
         if isinstance(self.max_crashes, bool) or not isinstance(self.max_crashes, int) or self.max_crashes < 1:
             raise ConfigurationError(f"{self.queue}: max_crashes={self.max_crashes!r}, at least 1")
+        if not isinstance(self.store_first, bool):
+            raise ConfigurationError(f"{self.queue}: store_first={self.store_first!r}, True or False")
         policy = self.retry_delays
         self._set("retry_policy", None if policy is None else as_retry_policy(policy))
         self._set("time_limit", fixed_limit(self.timeout))
@@ -89,6 +92,7 @@ def listen(
     timeout: Timeout | None = None,
     lease: Seconds | None = None,
     max_crashes: int = 3,
+    store_first: bool = False,
     lane: Lane | None = None,
     isolation_level: IsolationLevel | None = None,
     session_factory: SessionFactory | None = None,
@@ -108,6 +112,7 @@ def listen(
             timeout=timeout,
             lease=lease,
             max_crashes=max_crashes,
+            store_first=store_first,
             lane=lane,
             isolation_level=isolation_level,
             session_factory=session_factory,

@@ -14,6 +14,7 @@ from outbox.core.errors import (
     HeaderInvalid,
     HeadersTooLarge,
     KeyInvalid,
+    MessageIdInvalid,
     RoutingKeyInvalid,
     TimerIdInvalid,
     TooManyHeaders,
@@ -77,6 +78,12 @@ def check(message: Message, largest_body: int = LARGEST_BODY) -> None:
         raise HeaderInvalid(f"content type {named(kind)}: printable ASCII, at most {LONGEST_KEY} characters")
     if message.headers:
         _check_headers(message.headers)
+
+
+def check_message_ids(message: Message) -> None:
+    """Refuse ids that could not be stored: those of a message from outside are not our own."""
+    for id in message.tracking_ids:
+        _check_text(id, "message id", MessageIdInvalid)
 
 
 def check_timer_id(timer_id: str) -> None:

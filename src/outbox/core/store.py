@@ -23,6 +23,8 @@ Rows = list[dict[str, Any]]
 
 DISCARD = "discard"
 
+Statement = tuple[Executable, Rows]
+
 
 class Claim(Protocol):
     """Attempts that nobody else makes while this is held. Renewed while it is open."""
@@ -82,6 +84,24 @@ class Routing:
     unroutable: Mapping[str, int] = field(default_factory=dict)  # by routing key: no binding matches, they wait
     discarded: int = 0  # messages that nobody needs, by the `unroutable` setting
     claims: Mapping[str, Leased] = field(default_factory=dict)  # leased at once, by queue
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """What became of messages for a queue, by their ids. One in neither was there before."""
+
+    stored: frozenset[str] = frozenset()
+    refused: Mapping[str, str] = field(default_factory=dict)  # the database cannot hold it, and why
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reception:
+    """The statements that store one message in a queue once. Each writes one row or none."""
+
+    enter: Statement  # none: it was there before, and nothing more is to be written
+    place: Statement  # in its queue
+    place_if_bound: Statement  # none: nothing is bound to the queue
+    bury: Statement  # among the dead letters, because nothing is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,6 +208,10 @@ class Store(Feed, Protocol):
         """Enters a message in the inbox: one row the first time, then none."""
         ...
 
+    def reception(self, queue: str, message: Message) -> Reception:
+        """Stores a message from outside in a queue once, by its id."""
+        ...
+
     def write(self, connection: Connection, statement: Executable, rows: Rows | None = None) -> int:
         """Execute one of these on the caller's connection; how many rows it wrote. Makes missing tables first."""
         ...
@@ -263,6 +287,14 @@ class Store(Feed, Protocol):
 
     async def deliver(self, messages: Sequence[Message], destinations: Mapping[str, Sequence[str]]) -> None:
         """Store messages, by their ids, straight in the queues named."""
+        ...
+
+    async def receive(self, queue: str, messages: Sequence[Message]) -> Receipt:
+        """Store those messages in a queue that were not there before, by their ids, all in one transaction.
+
+        One that the database cannot hold fails alone. If this raises, whether anything was stored is unknown: storing
+        the same messages again does no harm.
+        """
         ...
 
     def announce(self, *destinations: str | None) -> None:

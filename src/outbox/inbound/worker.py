@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 from outbox.core.attempt import Attempt, Released
 from outbox.core.cancellation import ABANDONED
@@ -15,13 +15,24 @@ from outbox.core.errors import TransportClosed
 from outbox.core.events import Observer, StillRunning, Troubled
 from outbox.core.listener import Listener
 from outbox.core.pace import RestartDelay, Trouble
-from outbox.core.transport import Delivery, Transport
-from outbox.inbound.handling import Handling
+from outbox.core.transport import Delivery
 from outbox.inbound.slots import Slots, Start, slots_for
 
 SHORTEST_TROUBLE, LONGEST_TROUBLE = 0.2, 10.0  # seconds of pause after an error, doubling
 LAST_WORDS = 2.0  # seconds that an abandoned listener has to clean up after itself
 LONG_RUN = 15 * 60.0  # seconds after which a listener that still runs is worth a warning
+
+
+class Source(Protocol):
+    """Where deliveries come from."""
+
+    def consume(self, listener: Listener, prefetch: int) -> AsyncIterator[Delivery]: ...
+
+
+class Handler(Protocol):
+    """What is done with each of them."""
+
+    async def handle(self, delivery: Delivery, refusal: Exception | None = None) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -40,15 +51,17 @@ class Worker:
 
     def __init__(
         self,
-        transport: Transport,
-        handlings: Mapping[Listener, Handling],
+        source: Source,
+        handlings: Mapping[Listener, Handler],
         *,
         prefetch: int,
         grace: timedelta,
         observe: Observer,
+        watches: bool = True,  # whether listeners run here: their lanes count, and one that runs for very long is told
         restart_delay: RestartDelay | None = None,
     ) -> None:
-        self._transport = transport
+        self._watches = watches
+        self._source = source
         self._handlings = handlings
         self._prefetch = prefetch
         self._grace = grace
@@ -59,7 +72,8 @@ class Worker:
     async def run(self, stop: asyncio.Event, abandon: asyncio.Event) -> int:
         """Work until `stop`; how many listeners were abandoned: `abandon` or the end of the grace came first."""
         serving = [asyncio.create_task(self._serve(listener)) for listener in self._handlings]
-        serving.append(asyncio.create_task(self._watch()))
+        if self._watches:
+            serving.append(asyncio.create_task(self._watch()))
         stopping = asyncio.create_task(stop.wait())
         try:
             try:
@@ -79,7 +93,8 @@ class Worker:
     async def _serve(self, listener: Listener) -> None:
         """Take deliveries for one listener; after an error, take them anew."""
         trouble = Trouble(LONGEST_TROUBLE, SHORTEST_TROUBLE, self._restart_delay)
-        slots = slots_for(listener, self._starting(listener))
+        start = self._starting(listener)
+        slots = slots_for(listener, start) if self._watches else Slots(listener.concurrency, start)
         while True:
             try:
                 await self._take(listener, slots, trouble)
@@ -91,7 +106,7 @@ class Worker:
                 await asyncio.sleep(pause)
 
     async def _take(self, listener: Listener, slots: Slots, trouble: Trouble) -> None:
-        deliveries = self._transport.consume(listener, self._prefetch)
+        deliveries = self._source.consume(listener, self._prefetch)
         try:
             while True:
                 if not slots.free:

@@ -15,6 +15,7 @@ from outbox.core.events import (
     Event,
     Handled,
     LeaseWasLost,
+    Received,
     Relayed,
     Routed,
     Started,
@@ -50,6 +51,11 @@ class LoggingObserver:
                     routing_key,
                     count,
                 )
+            case Received(queue, stored, duplicates, unwanted):
+                if unwanted:
+                    logger.warning("%d message(s) received for %s are dead: no listener has it", unwanted, queue)
+                else:
+                    logger.debug("stored %d message(s) in %s, %d were there before", stored, queue, duplicates)
             case LeaseWasLost():
                 self._lease_lost(event)
             case Conflicted(queue, attempt, run, error, pause):

@@ -104,7 +104,7 @@ async def awaited(session: object, work: Callable[..., Result], *arguments: obje
     """Run work in the transaction of a caller that awaits."""
     kind = _kind(session)
     if kind.blocks_loop:
-        raise TransactionError(f"{_name(session)} would block the event loop: use emit_sync(…), not `await emit(…)`")
+        raise TransactionError(f"{_name(session)} would block the event loop: use emit_sync(…) or receive_sync(…)")
     if kind.needs_loop:
         return await greenlet_spawn(_run, kind, session, work, arguments)
     return _run(kind, session, work, arguments)
@@ -114,7 +114,7 @@ def at_once(session: object, work: Callable[..., Result], *arguments: object) ->
     """Run work in the transaction of a caller without an event loop."""
     kind = _kind(session)
     if kind.needs_loop:
-        raise TransactionError(f"{_name(session)} needs the event loop: use `await emit(…)`, not emit_sync")
+        raise TransactionError(f"{_name(session)} needs the event loop: use `await emit(…)` or `await receive(…)`")
     return _run(kind, session, work, arguments)
 
 

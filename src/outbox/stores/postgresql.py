@@ -50,7 +50,7 @@ from outbox.core.diagnosis import Finding
 from outbox.core.durations import Retention
 from outbox.core.errors import ConfigurationError, TransactionError
 from outbox.core.store import Difference, Rows
-from outbox.stores import postgresql_examination
+from outbox.stores import postgresql_examination, postgresql_receiving
 from outbox.stores.claims import BURIAL
 from outbox.stores.finish import finish
 from outbox.stores.heads import Head
@@ -253,6 +253,17 @@ class PostgresqlStore(SqlStore):
         quoted = connection.dialect.identifier_preparer.format_table(self.messages)
         sequence = func.pg_get_serial_sequence(quoted, "id")
         return int(connection.scalar(select(func.pg_sequence_last_value(sequence))) or 0)
+
+    def place(self, connection: Connection, rows: Rows) -> None:
+        if postgresql_receiving.fits_in_json(rows):
+            records = [postgresql_receiving.as_record(row) for row in rows]
+            connection.execute(self._place_statement, {"rows": self.json(records)})
+        else:
+            super().place(connection, rows)
+
+    @cached_property
+    def _place_statement(self) -> Executable:
+        return postgresql_receiving.placing(self)
 
     def bury(self, connection: Connection, statement: Select[Any], parameters: dict[str, Any]) -> list[int]:
         """One statement: whoever sees the row gone sees the dead letter."""

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import (
     ColumnElement,
     Connection,
-    DateTime,
     Executable,
     ScalarSelect,
     Select,
@@ -31,7 +30,7 @@ from outbox.core.binding import Binding, Bindings, first_match
 from outbox.core.message import Message
 from outbox.core.store import DISCARD, Routing, Wanted
 from outbox.stores.claims import SqlClaim
-from outbox.stores.rows import as_seconds, history_line, message_row
+from outbox.stores.rows import as_seconds, history_line, placed_row
 from outbox.stores.tables import MESSAGE_COLUMNS, NOT_ROUTED
 
 if TYPE_CHECKING:
@@ -306,17 +305,8 @@ class SqlRouting:
 
     async def deliver(self, messages: Sequence[Message], destinations: Mapping[str, Sequence[str]]) -> None:
         """Store messages that already have their destinations."""
-        rows = [
-            message_row(message) | {"queue": queue, "expires": message.expires_at, "timer_id": None}
-            for message in messages
-            for queue in destinations.get(message.id, ())
-        ]
+        rows = [placed_row(queue, message) for message in messages for queue in destinations.get(message.id, ())]
         if rows:
-            statement = insert(self._store.messages).values(
-                destination=bindparam("queue"),
-                expires_at=bindparam("expires", type_=DateTime(timezone=True)),
-                due_at=self._store.clock(),
-                routed_at=self._store.clock(),
-            )
-            await self._store.transact(lambda connection: connection.execute(statement.inline(), rows))
+            place = self._store.receiving.place
+            await self._store.transact(lambda connection: connection.execute(place, rows))
             self._store.announce(*{row["queue"] for row in rows})

@@ -27,6 +27,7 @@ _KEPT = (
     "created_at",
     "expires_at",
 )
+GIVEN = tuple(name for name in _KEPT if name != "expires_at")  # what `message_row` fills
 CLAIMED = ("due_at", "id", "expired", "attempts", "starts", *_KEPT)  # what a leasing statement returns, in this order
 
 _in_order = itemgetter(0, 1)
@@ -45,6 +46,11 @@ def message_row(message: Message) -> dict[str, Any]:
         "body": message.body,
         "created_at": message.created_at,
     }
+
+
+def placed_row(queue: str, message: Message) -> dict[str, Any]:
+    """What a message that already has its queue fills."""
+    return message_row(message) | {"queue": queue, "expires": message.expires_at}
 
 
 def as_message(row: Any) -> Message:

@@ -46,12 +46,13 @@ from outbox.core.diagnosis import Claimable, Examination, Finding
 from outbox.core.durations import Retention
 from outbox.core.errors import TablesMissing, TransactionError, causes
 from outbox.core.message import Message, Schedule
-from outbox.core.store import Backlog, Difference, Routing, Rows, StoredMessage, Wanted
+from outbox.core.store import Backlog, Difference, Receipt, Reception, Routing, Rows, StoredMessage, Wanted
 from outbox.stores import examination, looks
 from outbox.stores.claims import BURIAL, SettleStatements, SqlClaim
 from outbox.stores.dead_letters import SqlDeadLetters
 from outbox.stores.finish import finish
 from outbox.stores.heads import BEGINNING
+from outbox.stores.receiving import SqlReceiving
 from outbox.stores.routing import SqlRouting
 from outbox.stores.rows import CLAIMED, LONGEST_HISTORY, as_seconds, history_line, message_row
 from outbox.stores.spelling import Spelling
@@ -96,6 +97,7 @@ class SqlStore(Spelling):
         self.dead_letters = SqlDeadLetters(self)
         self.settling = SettleStatements(self)
         self.routing = SqlRouting(self)
+        self.receiving = SqlReceiving(self)
         self._wakeup = Wakeup()
         self._ready = False
 
@@ -209,6 +211,9 @@ class SqlStore(Spelling):
     def remember(self, queue: str, message_id: str) -> Executable:
         entry = self.ignoring(self.tables.inbox).values(queue=queue, message_id=message_id, entered_at=self.clock())
         return entry.execution_options(preserve_rowcount=True)
+
+    def reception(self, queue: str, message: Message) -> Reception:
+        return self.receiving.reception(queue, message)
 
     @abstractmethod
     def explained(self, error: BaseException) -> TransactionError | None:
@@ -380,6 +385,13 @@ class SqlStore(Spelling):
 
     async def deliver(self, messages: Sequence[Message], destinations: Mapping[str, Sequence[str]]) -> None:
         await self.routing.deliver(messages, destinations)
+
+    async def receive(self, queue: str, messages: Sequence[Message]) -> Receipt:
+        return await self.receiving.receive(queue, messages)
+
+    def place(self, connection: Connection, rows: Rows) -> None:
+        """Write messages that have their queues, as one batch."""
+        connection.execute(self.receiving.place, rows)
 
     # State.
 

@@ -20,7 +20,7 @@ from outbox.instance import Outbox
 from outbox.outbound.relay import Round
 from outbox.testing.clock import advance
 from outbox.testing.report import Drained, NotDrained, Tally
-from outbox.testing.sources import MemorySource, Rest, Source, StoreSource
+from outbox.testing.sources import MemorySource, Rest, Source, StoredSource, StoreSource
 from outbox.testing.sql import may_write, sql_store
 from outbox.transports.database import DatabaseTransport
 from outbox.transports.memory import MemoryTransport
@@ -55,6 +55,8 @@ async def drain(
         await transport.open()
         if listeners:
             await transport.declare(listeners)
+        if stored := [listener for listener in listeners if listener.store_first]:
+            await outbox.store.bind([listener.binding for listener in stored])
         threads = Threads(max(1, len(listeners)))
         stack.callback(threads.shutdown)
         draining = Draining(outbox, listeners, threads, tally, at_most=at_most, within=within)
@@ -120,7 +122,7 @@ class Draining:
     async def _one(self, listener: Listener, raise_errors: bool) -> bool:
         """Handle one delivery, if there is one."""
         failures = len(self._tally.errors)
-        async with self._source().taken(listener) as delivery:
+        async with self._source(listener).taken(listener) as delivery:
             if delivery is None:
                 return False
             self._check_limits()
@@ -129,8 +131,14 @@ class Draining:
             raise self._tally.errors[failures]
         return True
 
-    def _source(self) -> Source:
-        return MemorySource(self._memory) if self._memory is not None else StoreSource(sql_store(self._outbox.store))
+    def _source(self, listener: Listener) -> Source:
+        if self._memory is None:
+            return StoreSource(sql_store(self._outbox.store))
+        return (
+            StoredSource(self._memory, sql_store(self._outbox.store))
+            if listener.store_first
+            else MemorySource(self._memory)
+        )
 
     async def _handle(self, listener: Listener, delivery: Delivery) -> None:
         """Run the listener in a task of its own, as a worker does."""

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from sqlalchemy import ColumnElement, Connection, Executable, case, func, or_, select, true
 
-from outbox.core.attempt import Outcome
+from outbox.core.attempt import Dead, Done, Outcome, Reason
 from outbox.core.durations import NO_DELAY
 from outbox.core.landing import Landing
 from outbox.core.listener import Listener
@@ -57,6 +57,24 @@ class MemorySource:
     @asynccontextmanager
     async def taken(self, listener: Listener) -> AsyncIterator[Delivery | None]:
         yield self._transport.consume(listener, 1).take()
+
+
+class StoredSource:
+    """Queues in memory, whose messages are stored first."""
+
+    def __init__(self, transport: MemoryTransport, store: SqlStore) -> None:
+        self._transport = transport
+        self._store = store
+
+    @asynccontextmanager
+    async def taken(self, listener: Listener) -> AsyncIterator[Delivery | None]:
+        deliveries = self._transport.consume(listener, 1)
+        while (arrived := deliveries.take()) is not None:
+            receipt = await self._store.receive(listener.queue, [arrived.attempt.message])
+            refused = receipt.refused.get(arrived.attempt.message.id)
+            arrived.settle(Done() if refused is None else Dead(Reason.REFUSED, refused))
+        async with StoreSource(self._store).taken(listener) as delivery:
+            yield delivery
 
 
 class ClaimedDelivery:

@@ -17,6 +17,7 @@ from outbox.testing.store.emitting import EmittingCases
 from outbox.testing.store.handing_over import HandingOverCases
 from outbox.testing.store.keeping import KeepingCases
 from outbox.testing.store.knowing import KnowingCases
+from outbox.testing.store.receiving import ReceivingCases
 from outbox.testing.store.routing import RoutingCases
 from outbox.testing.store.settling import SettlingCases
 
@@ -24,6 +25,13 @@ __all__ = ["MakeStore", "StoreContract"]
 
 
 class StoreContract(
-    EmittingCases, ClaimingCases, SettlingCases, RoutingCases, HandingOverCases, KnowingCases, KeepingCases
+    EmittingCases,
+    ClaimingCases,
+    SettlingCases,
+    RoutingCases,
+    HandingOverCases,
+    ReceivingCases,
+    KnowingCases,
+    KeepingCases,
 ):
     """Every method and every outcome."""

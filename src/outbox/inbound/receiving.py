@@ -1,0 +1,70 @@
+"""Receiver: stores messages from outside in a queue, in the caller's own transaction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, Protocol, get_args
+
+from sqlalchemy import Dialect, Executable
+
+from outbox.core.binding import check_name
+from outbox.core.errors import ConfigurationError, MessageError, TransactionError
+from outbox.core.events import Observer, Received
+from outbox.core.message import Message, check, check_message_ids
+from outbox.core.store import Rows, Store
+
+Unwanted = Literal["dead", "wait"]  # what becomes of a message whose queue no listener has
+
+
+class Transaction(Protocol):
+    """Somebody's transaction, of which the message shares the fate."""
+
+    @property
+    def dialect(self) -> Dialect: ...
+
+    def not_atomic(self) -> str | None: ...
+
+    def write(self, store: Store, statement: Executable, rows: Rows) -> int: ...
+
+    def after_commit(self, action: Callable[[], None]) -> None: ...
+
+
+class Receiver:
+    """Enters a message in the inbox, and if it is new there, stores it in its queue."""
+
+    def __init__(self, store_for: Callable[[str], Store], *, max_body_size: int, observe: Observer) -> None:
+        self._store_for = store_for
+        self._max_body_size = max_body_size
+        self._observe = observe
+
+    def check(self, queue: str, message: Message, unwanted: str) -> None:
+        """Refuse what cannot be stored before anything is written."""
+        check_name(queue, "queue")
+        if unwanted not in get_args(Unwanted):
+            raise ConfigurationError(f"unwanted={unwanted!r}: one of {', '.join(map(repr, get_args(Unwanted)))}")
+        if not isinstance(message, Message) or not isinstance(message.body, bytes):
+            raise MessageError("receive() takes a Message whose body is bytes: Message(routing_key=…, body=…)")
+        check(message, self._max_body_size)
+        check_message_ids(message)
+
+    def receive(self, transaction: Transaction, queue: str, message: Message, unwanted: Unwanted) -> bool:
+        """Write it; False if it was there before."""
+        where = transaction.not_atomic()
+        if where is not None:
+            raise TransactionError(f"receive {where}: otherwise a message may be entered in the inbox and not stored")
+        store = self._store_for(transaction.dialect.name)
+        reception = store.reception(queue, message)
+        if not transaction.write(store, *reception.enter):
+            self._observe(Received(queue, 0, duplicates=1))
+            return False
+        placing = reception.place if unwanted == "wait" else reception.place_if_bound
+        received = Received(queue, 1)
+        if not transaction.write(store, *placing):
+            transaction.write(store, *reception.bury)
+            received = Received(queue, 0, unwanted=1)
+        transaction.after_commit(lambda: self._stored(store, received))
+        return True
+
+    def _stored(self, store: Store, received: Received) -> None:
+        store.announce(received.queue)
+        self._observe(received)

@@ -1,0 +1,131 @@
+"""SqlReceiving: messages from outside, stored in their queue once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import ColumnElement, Connection, DateTime, String, bindparam, exists, insert, literal, select
+from sqlalchemy.exc import DataError, DBAPIError, IntegrityError
+
+from outbox.core.attempt import Reason
+from outbox.core.message import Message
+from outbox.core.store import Receipt, Reception
+from outbox.stores.rows import GIVEN, history_line, placed_row
+
+if TYPE_CHECKING:
+    from outbox.stores.sql import SqlStore
+
+_ABOUT_VALUES = ("22", "23")  # SQLSTATE's classes for data that cannot be kept
+_UNWANTED = "no listener of a worker that takes messages from the database has the queue {queue!r}"
+
+
+class SqlReceiving:
+    """An entry in the inbox first, and the message only if the entry is new: both commit together, or neither."""
+
+    def __init__(self, store: SqlStore) -> None:
+        self._store = store
+
+    async def receive(self, queue: str, messages: Sequence[Message]) -> Receipt:
+        """Store what is new."""
+        receipt = await self._receive(queue, list({message.id: message for message in messages}.items()))
+        if receipt.stored:
+            self._store.announce(queue)
+        return receipt
+
+    async def _receive(self, queue: str, messages: Sequence[tuple[str, Message]]) -> Receipt:
+        try:
+            return Receipt(await self._store.transact(lambda connection: self._keep(connection, queue, messages)))
+        except Exception as error:
+            if not is_about_values(error):
+                raise
+            if len(messages) == 1:
+                return Receipt(refused={messages[0][0]: f"the database cannot hold it: {_words(error)}"})
+        middle = len(messages) // 2
+        first, second = await self._receive(queue, messages[:middle]), await self._receive(queue, messages[middle:])
+        return Receipt(first.stored | second.stored, {**first.refused, **second.refused})
+
+    def _keep(self, connection: Connection, queue: str, messages: Sequence[tuple[str, Message]]) -> frozenset[str]:
+        # Always in the same order: two transactions with the same messages would wait for each other otherwise.
+        entries = [{"message_id": id} for id in sorted(id for id, _ in messages)]
+        chosen = {"queue": queue, "rows": self._store.json(entries)}
+        new = frozenset(connection.execute(self._enter_many, chosen).scalars())
+        if new:
+            self._store.place(connection, [placed_row(queue, message) for id, message in messages if id in new])
+        return new
+
+    def reception(self, queue: str, message: Message) -> Reception:
+        """The statements for one message, in somebody else's transaction."""
+        placed = placed_row(queue, message)
+        error = _UNWANTED.format(queue=queue)
+        buried = placed | {"error": error, "history": history_line("not delivered", error)}
+        return Reception(
+            enter=(self._enter, [{"queue": queue, "message_id": message.id}]),
+            place=(self.place, [placed]),
+            place_if_bound=(self._place_if_bound, [placed]),
+            bury=(self._bury, [buried]),
+        )
+
+    @cached_property
+    def _enter(self) -> Any:
+        entry = self._store.ignoring(self._store.tables.inbox).values(entered_at=self._store.clock())
+        return entry.execution_options(preserve_rowcount=True)
+
+    @cached_property
+    def _enter_many(self) -> Any:
+        inbox = self._store.tables.inbox
+        rows = self._store.records("rows", {"message_id": String}).alias("received")
+        source = select(bindparam("queue", type_=String), rows.c.message_id, self._store.clock())
+        # Without a condition SQLite would read ON CONFLICT as one of a join.
+        entries = source.where(rows.c.message_id.is_not(None))
+        entering = self._store.ignoring(inbox).from_select(["queue", "message_id", "entered_at"], entries)
+        return entering.returning(inbox.c.message_id)
+
+    @cached_property
+    def place(self) -> Any:
+        """Stores messages in their queues, due at once."""
+        placing = insert(self._store.messages).values(self._in_queue()).inline()
+        return placing.execution_options(preserve_rowcount=True)
+
+    @cached_property
+    def _place_if_bound(self) -> Any:
+        bindings = self._store.tables.bindings
+        columns = self._as_given() | self._in_queue()
+        bound = exists().where(bindings.c.queue == bindparam("queue", type_=String))
+        source = select(*columns.values()).where(bound)
+        placing = insert(self._store.messages).from_select(list(columns), source)
+        return placing.execution_options(preserve_rowcount=True)
+
+    @cached_property
+    def _bury(self) -> Any:
+        said = {"died_at": self._store.clock(), "reason": literal(Reason.UNWANTED.value, String)}
+        burying = insert(self._store.tables.dead_letters).values(self._in_queue() | said).inline()
+        return burying.execution_options(preserve_rowcount=True)
+
+    def _in_queue(self) -> dict[str, ColumnElement[Any]]:
+        return {
+            "destination": bindparam("queue", type_=String),
+            "expires_at": bindparam("expires", type_=DateTime(timezone=True)),
+            "due_at": self._store.clock(),
+            "routed_at": self._store.clock(),
+        }
+
+    def _as_given(self) -> dict[str, ColumnElement[Any]]:
+        columns = self._store.messages.c
+        return {name: bindparam(name, type_=columns[name].type) for name in GIVEN}
+
+
+def is_about_values(error: BaseException) -> bool:
+    """Whether a statement failed for what it was to write, so that it will fail again."""
+    if not isinstance(error, DBAPIError):
+        return isinstance(error, TypeError | ValueError)  # it could not be encoded
+    if isinstance(error, DataError | IntegrityError):
+        return True
+    state = getattr(error.orig, "sqlstate", None) or ""
+    return state[:2] in _ABOUT_VALUES or isinstance(getattr(error.orig, "__cause__", None), ValueError)
+
+
+def _words(error: BaseException) -> str:
+    cause = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
+    return str(cause).partition("\n")[0][:500]
