@@ -24,6 +24,8 @@ from outbox.core.message import Message
 from outbox.core.store import Backlog, Difference, Store, StoredMessage
 from outbox.core.transport import Awaited, Defaults, Naming, Transport
 from outbox.engines import Engines
+from outbox.inbound.batch_handling import BatchHandling
+from outbox.inbound.batch_inbox import BatchInbox
 from outbox.inbound.calling import SESSION_TIME_LIMIT, Call
 from outbox.inbound.handling import Handling
 from outbox.inbound.inbox import Inbox
@@ -436,7 +438,9 @@ class Outbox:
         settings = self.settings
         has_database = self.engines.configured
         sessions = self.engines.sessions(self.store) if has_database else None
-        inbox = Inbox(self.store) if has_database else None
+        takes_lists = listener.batch is not None
+        kind_of_inbox = BatchInbox if takes_lists else Inbox
+        inbox = kind_of_inbox(self.store, settings.inbox_retention) if has_database else None
         transport = self.transport
         queue_name = transport.queue_name(listener.queue) if isinstance(transport, Naming) else None
         call = Call(listener, sessions, inbox, threads, self._session_time_limit(listener), queue_name)
@@ -448,7 +452,7 @@ class Outbox:
             self._check_time_limit(listener)
         if call.arguments.session is Session:
             self.engines.synchronous  # noqa: B018 - a missing driver is said before any message is touched
-        return Handling(
+        return (BatchHandling if takes_lists else Handling)(
             listener,
             call,
             retry_policy=listener.retry_policy or settings.policy("retry_delays"),

@@ -23,11 +23,12 @@ class Listener:
     callback: Callable[..., Any]
     queue: str = ""  # default: the callback's module and name
     retry_delays: RetryPolicy | Sequence[Seconds] | RetryFunction | None = None  # default: those of setup()
-    concurrency: int = 10  # how many messages of this queue one worker handles at a time
+    concurrency: int = 10  # how many messages of this queue, or lists of them, one worker handles at a time
     timeout: Seconds | None = None  # default: 15 s if the callback asks for a session, none otherwise
     lease: Seconds | None = None  # default: that of setup()
     max_crashes: int = 3  # worker deaths after which a message is dead
     store_first: bool = False  # store a broker's deliveries in the database, and handle them from there
+    batch: int | None = None  # most messages in one call; default: the callback takes one message, not a list
 
     retry_policy: RetryPolicy | None = field(init=False, repr=False, compare=False)
     time_limit: timedelta | None = field(init=False, repr=False, compare=False)
@@ -44,6 +45,10 @@ class Listener:
             raise ConfigurationError(f"{self.queue}: max_crashes={self.max_crashes!r}, at least 1")
         if not isinstance(self.store_first, bool):
             raise ConfigurationError(f"{self.queue}: store_first={self.store_first!r}, True or False")
+        if self.batch is not None and (
+            isinstance(self.batch, bool) or not isinstance(self.batch, int) or self.batch < 1
+        ):
+            raise ConfigurationError(f"{self.queue}: batch={self.batch!r}, at least 1 message in a list")
         policy = self.retry_delays
         self._set("retry_policy", None if policy is None else as_retry_policy(policy))
         self._set("time_limit", None if self.timeout is None else configured(as_lifetime, self.timeout, what="timeout"))
@@ -54,6 +59,11 @@ class Listener:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.callback(*args, **kwargs)
+
+    @property
+    def appetite(self) -> int:
+        """How many messages it has at work when every place is taken."""
+        return self.concurrency * (self.batch or 1)
 
     @property
     def binding(self) -> Binding:
@@ -73,6 +83,7 @@ def listen(
     lease: Seconds | None = None,
     max_crashes: int = 3,
     store_first: bool = False,
+    batch: int | None = None,
 ) -> Callable[[Callable[..., Any]], Listener]:
     """Make a function a Listener: `listen(binding_key, …)(callback)` is `Listener(binding_key, callback, …)`."""
 
@@ -89,6 +100,7 @@ def listen(
             lease=lease,
             max_crashes=max_crashes,
             store_first=store_first,
+            batch=batch,
         )
 
     return decorate

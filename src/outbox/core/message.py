@@ -45,6 +45,7 @@ class Message:
     tracking_ids: tuple[str, ...] = field(default_factory=lambda: (*get_tracking_ids(), new_id()))
     created_at: datetime = field(default_factory=lambda: datetime.now(UTC))  # information, never compared
     expires_at: datetime | None = None
+    due_at: datetime | None = field(default=None, compare=False)  # if that was later than when it was made
 
     @property
     def id(self) -> str:

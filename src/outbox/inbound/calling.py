@@ -18,7 +18,8 @@ from sqlalchemy.orm import Session
 from outbox.core.listener import Listener
 from outbox.core.transport import Delivery
 from outbox.inbound.arguments import Arguments
-from outbox.inbound.inbox import Inbox, NotStarted
+from outbox.inbound.batch_arguments import BatchArguments
+from outbox.inbound.inbox import Inbox, NotStarted, committing
 from outbox.inbound.own_end import OwnEnd
 
 SESSION_TIME_LIMIT = timedelta(seconds=15)  # a transaction that stays open longer holds up the whole database
@@ -54,7 +55,8 @@ class Call:
         session_time_limit: timedelta = SESSION_TIME_LIMIT,
         queue_name: str | None = None,  # what the destination calls the listener's queue, if that is something else
     ) -> None:
-        self.arguments = Arguments.of(listener, queue_name)
+        of = Arguments.of if listener.batch is None else BatchArguments.of
+        self.arguments: Arguments | BatchArguments = of(listener, queue_name)
         self._listener = listener
         self._callback = listener.callback
         self._sessions = sessions
@@ -98,7 +100,8 @@ class Call:
                 own_end.allow()
                 await session.flush()
                 await connection.run_sync(lambda _: entering.__exit__(None, None, None))
-            await session.commit()
+            with committing():
+                await session.commit()
         except (asyncio.CancelledError, TimeoutError):
             await asyncio.shield(_cut(session))
             raise
@@ -148,7 +151,8 @@ class Call:
                 self._plainly(values, session)
                 own_end.allow()
                 session.flush()
-            session.commit()
+            with committing():
+                session.commit()
 
     def _plainly(self, values: dict[str, Any], session: object = None) -> None:
         try:

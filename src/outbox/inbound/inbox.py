@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
 
 from sqlalchemy import Connection
+from sqlalchemy.exc import DBAPIError
 
+from outbox.core.durations import Retention
 from outbox.core.errors import LeaseLost
+from outbox.core.message import Message
 from outbox.core.store import Store
 from outbox.core.transport import Delivery
 
@@ -20,11 +24,45 @@ class NotStarted(Exception):
     """The listener was not called: its session has no connection, or no entry can be made. Nobody's attempt."""
 
 
+class CommitUnknown(Exception):
+    """The connection was lost around COMMIT. Whether it committed is known when the message comes again."""
+
+
+class TooOld(Exception):
+    """The message is older than inbox entries become: nobody knows whether it was handled."""
+
+
+@contextmanager
+def committing() -> Iterator[None]:
+    """Around the COMMIT of a listener's transaction: only an answer of the database is an answer."""
+    try:
+        yield
+    except DBAPIError as error:
+        if not error.connection_invalidated:
+            raise
+        raise CommitUnknown("the connection was lost around COMMIT") from error
+    except OSError as error:
+        raise CommitUnknown("the connection was lost around COMMIT") from error
+
+
 class Inbox:
     """Ties a delivery's end to the listener's transaction."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, retention: Retention) -> None:
         self._store = store
+        self._retention = retention if isinstance(retention, timedelta) else None
+
+    def is_too_old(self, message: Message) -> bool:
+        """Whether the entry of an earlier copy may be gone already."""
+        if self._retention is None:
+            return False
+        return (message.due_at or message.created_at) < datetime.now(UTC) - self._retention
+
+    def too_old(self) -> TooOld:
+        return TooOld(
+            f"it is older than inbox_retention, {self._retention}: nobody knows whether it was handled before; replay "
+            "it if it was not"
+        )
 
     @contextmanager
     def entered(self, connection: Connection, queue: str, delivery: Delivery) -> Iterator[None]:
@@ -35,6 +73,8 @@ class Inbox:
         """
         completion = delivery.completion()
         if completion is None:
+            if self.is_too_old(delivery.attempt.message):
+                raise self.too_old()
             entry = self._store.remember(queue, delivery.attempt.message.id)
             try:
                 is_new = self._store.write(connection, entry)

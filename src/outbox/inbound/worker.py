@@ -16,6 +16,7 @@ from outbox.core.events import Observer, StillRunning, Troubled
 from outbox.core.listener import Listener
 from outbox.core.pace import Pace
 from outbox.core.transport import Delivery
+from outbox.inbound.batches import Batches
 
 SHORTEST_TROUBLE, LONGEST_TROUBLE = 0.2, 10.0  # seconds of pause after an error, doubling
 LAST_WORDS = 2.0  # seconds that an abandoned listener has to clean up after itself
@@ -119,6 +120,8 @@ class Worker:
 
     async def _take(self, listener: Listener, slots: _Slots, trouble: Pace) -> None:
         deliveries = self._source.consume(listener, self._prefetch)
+        if listener.batch is not None:
+            deliveries = Batches(deliveries, listener.batch)
         handle = self._handlings[listener].handle
         start = asyncio.get_running_loop().create_task
         try:

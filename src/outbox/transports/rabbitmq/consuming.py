@@ -346,7 +346,7 @@ class RabbitmqDeliveries:
         self.queue = queue
         self.courier = courier
         self.suspects = suspects
-        self._appetite = Appetite(listener.concurrency, min(prefetch, MOST_PREFETCH), time.monotonic())
+        self._appetite = Appetite(listener.appetite, min(prefetch, MOST_PREFETCH), time.monotonic())
         self._link = link
         self._declare = declare
         self._observe = observe
@@ -364,18 +364,23 @@ class RabbitmqDeliveries:
     async def __anext__(self) -> RabbitmqDelivery:
         if self._keeping is None and not self._closed:
             self._keeping = asyncio.create_task(self._keep(), name=f"outbox consumer of {self.queue}")
-        while True:
-            while not self._ready:
-                if self._keeping is None or self._closed:
-                    raise StopAsyncIteration
-                if self._keeping.done():
-                    self._keeping.result()  # raises what ended it
-                self._arrived.clear()
-                await self._arrived.wait()
+        while (delivery := self.take()) is None:
+            if self._keeping is None or self._closed:
+                raise StopAsyncIteration
+            if self._keeping.done():
+                self._keeping.result()  # raises what ended it
+            self._arrived.clear()
+            await self._arrived.wait()
+        return delivery
+
+    def take(self) -> RabbitmqDelivery | None:
+        """The next one that did not expire, if it is there."""
+        while self._ready:
             delivery = self._ready.popleft()
             if not delivery.expired:
                 return delivery
             delivery.settle(Dead(Reason.EXPIRED, "its expiration passed before a listener took it"))
+        return None
 
     async def aclose(self) -> None:
         """Consume no more and give back what nobody took. Deliveries that were taken stay until they are settled."""
