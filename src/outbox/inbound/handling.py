@@ -80,7 +80,7 @@ class Handling:
             case inbox.Handled():
                 return _DONE
             case inbox.NotStarted() | inbox.CommitUnknown():
-                return await self._not_known(error)
+                return await self._nobodys_attempt(error)
             case inbox.TooOld():
                 return Dead(Reason.EXPIRED, str(error))
             case Undecodable():
@@ -95,7 +95,7 @@ class Handling:
             case _:  # a cancellation that is not ours is the listener's own doing, or of something it called
                 return self._failed(delivery.attempt, error)
 
-    async def _not_known(self, error: inbox.NotStarted | inbox.CommitUnknown) -> Outcome:
+    async def _nobodys_attempt(self, error: inbox.NotStarted | inbox.CommitUnknown) -> Outcome:
         """The database is away or its pool empty: hold the slot for a moment, then let anybody try."""
         cause = error.__cause__ or error
         self._observe(Troubled(f"session for {self._listener.queue}", cause, NOT_STARTED_PAUSE))
