@@ -147,12 +147,13 @@ class Tray:
             self._start(self._step_aside(delivery, landing), landing)
 
     def settle(self, delivery: RabbitmqDelivery, outcome: Outcome, landing: Landing) -> None:
-        if delivery.envelope.on_trial:
-            self._suspects.end(delivery.key)
         tag = delivery.incoming.tag
         if self._channel.ended.done():
+            self._suspects.end(delivery.key)
             landing.set_result(False)
             return
+        if delivery.envelope.on_trial:
+            self._start(self._end_trial(delivery.key, landing), Landing())
         match outcome:
             case Done():
                 self._done(tag, landing)
@@ -232,6 +233,16 @@ class Tray:
         await asyncio.sleep(ALONE_AFTER)
         await self._suspects.alone()
         self._deliveries.ready(delivery)
+
+    async def _end_trial(self, key: Key, landing: Landing) -> None:
+        """The next one is tried when the broker knows how this one ended: its crash would count for both."""
+        try:
+            self._flush(patience=0.0)
+            await landing
+            with suppress(Lost, TimeoutError):
+                await self._channel.heard()
+        finally:
+            self._suspects.end(key)
 
     async def _step_aside(self, delivery: RabbitmqDelivery, landing: Landing) -> None:
         """Another one is tried: back to the broker, and no longer on trial."""
