@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
 
-from outbox.core.durations import Retention
+from outbox.core.durations import Retention, in_words
 from outbox.core.errors import LeaseLost
 from outbox.core.message import Message
 from outbox.core.store import Store
@@ -59,9 +59,9 @@ class Inbox:
         return (message.due_at or message.created_at) < datetime.now(UTC) - self._retention
 
     def too_old(self) -> TooOld:
+        age = "" if self._retention is None else in_words(self._retention)
         return TooOld(
-            f"it is older than inbox_retention, {self._retention}: nobody knows whether it was handled before; replay "
-            "it if it was not"
+            f"it is older than inbox_retention={age}: nobody knows whether it was handled; replay it if it was not"
         )
 
     @contextmanager
