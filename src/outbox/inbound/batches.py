@@ -110,6 +110,7 @@ class Together(Batch):
 
     def report(self, returned: object) -> None:
         """Take what the listener returned: nothing, or the errors of single messages by their positions."""
+        self.failures = {}  # it may have been called before, in a transaction that was undone
         if returned is None:
             return
         if not isinstance(returned, Mapping):
