@@ -24,6 +24,8 @@ from outbox.core.message import Message
 from outbox.core.store import Backlog, Difference, Store, StoredMessage
 from outbox.core.transport import Awaited, Defaults, Naming, Transport
 from outbox.engines import Engines, ListenerSessions
+from outbox.inbound.batch_handling import BatchHandling
+from outbox.inbound.batch_inbox import BatchInbox
 from outbox.inbound.calling import SESSION_TIME_LIMIT, Call
 from outbox.inbound.conflicts import Conflicts
 from outbox.inbound.failing import Failing
@@ -415,6 +417,7 @@ class Outbox:
         for listener in _to_store(transport, listeners):
             each = Storing(
                 self.store,
+                Inbox(self.store, settings.inbox_retention),
                 listener.queue,
                 batch_size=settings.batch_size,
                 redact_error=settings.redact_error or str,
@@ -440,7 +443,9 @@ class Outbox:
         settings = self.settings
         has_database = self.engines.configured
         sessions = self.engines.sessions(self.store, listener) if has_database else None
-        inbox = Inbox(self.store) if has_database else None
+        takes_lists = listener.batch is not None
+        kind_of_inbox = BatchInbox if takes_lists else Inbox
+        inbox = kind_of_inbox(self.store, settings.inbox_retention) if has_database else None
         conflicts = Conflicts(self.store, listener.queue, self._observe) if has_database else None
         transport = self.transport
         queue_name = transport.queue_name(listener.queue) if isinstance(transport, Naming) else None
@@ -468,7 +473,7 @@ class Outbox:
             )
         if call.arguments.session is Session or (listener.on_error and not call.arguments.is_async):
             self.engines.synchronous  # noqa: B018 - a missing driver is said before any message is touched
-        return Handling(
+        return (BatchHandling if takes_lists else Handling)(
             listener,
             call,
             retry_policy=listener.retry_policy or settings.policy("retry_delays"),

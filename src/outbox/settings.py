@@ -165,7 +165,7 @@ class Settings:
     )
     inbox_retention: Retention = _option(
         timedelta(days=30),
-        "How long handled message ids are remembered. Longer than any message may come back.",
+        "How long handled message ids are remembered. A message that is older is a dead letter, not handled again.",
         shown="30 days",
         parse=_retention,
     )

@@ -32,7 +32,7 @@ def handled(appetite: Appetite, within: float, now: float) -> float:
 
 
 async def test_a_listener_that_is_quick_takes_more_and_one_that_is_slow_less() -> None:
-    appetite = Appetite(concurrency=10, most=1000, now=0.0)
+    appetite = Appetite(at_work=10, most=1000, now=0.0)
     assert appetite.prefetch == 20
     now = handled(appetite, 0.05, 0.0)
     assert (appetite.prefetch, appetite.changed.is_set()) == (80, True)
@@ -49,7 +49,7 @@ async def test_a_listener_that_is_quick_takes_more_and_one_that_is_slow_less() -
 
 @pytest.mark.parametrize("most", [1, 2, 15])
 async def test_it_never_takes_more_than_it_may(most: int) -> None:
-    appetite = Appetite(concurrency=10, most=most, now=0.0)
+    appetite = Appetite(at_work=10, most=most, now=0.0)
     now = handled(appetite, 0.01, 0.0)
     handled(appetite, 0.01, now)
     assert appetite.prefetch == most

@@ -170,7 +170,7 @@ async def test_it_cannot_prolong_what_is_over(make_outbox: MakeOutbox, watch: Wa
         await watch.wait_for(Handled, 3)
     letters = {letter.message.body: letter.reason for letter in await outbox.dead_letters.list()}
     assert letters == {b"1": Reason.REJECTED, b"2": Reason.EXHAUSTED, b'"no number"': Reason.UNDECODABLE}
-    assert last == dict.fromkeys(letters, True)
+    assert last == {b"1": True, b"2": True}  # of a body that does not fit nobody is asked: no listener was called
 
 
 async def test_a_plain_listener_has_a_plain_one(
@@ -288,3 +288,33 @@ async def test_one_that_outlives_the_grace_is_abandoned_and_the_message_given_ba
             ended = await watch.wait_for(Handled, len(ended) + 1)
     assert ended[-1].attempt.attempt_count == 1, "an answer that never came burns no attempt"
     assert await effects.all() == []
+
+
+async def test_of_a_list_it_is_asked_for_each_that_failed(
+    make_outbox: MakeOutbox, watch: Watch, effects: Effects, transport: str | None
+) -> None:
+    outbox = make_outbox(transport=transport, observers=[watch])
+    asked: dict[bytes, str] = {}
+
+    async def on_error(error: BaseException, message: Message, session: AsyncSession, attempt: FailedAttempt) -> Any:
+        asked[message.body] = str(error)
+        await session.execute(effects.write(f"refused {message.body.decode()}"))
+        return "permanent"
+
+    @listen("#", queue="q", batch=10, on_error=on_error)
+    async def listener(numbers: list[int], session: AsyncSession) -> dict[int, Exception]:
+        for number in numbers:
+            await session.execute(effects.write(f"handled {number}"))
+        if 4 in numbers:
+            raise ValueError("raised")
+        failed: dict[int, Exception] = {place: OSError("told") for place, number in enumerate(numbers) if number == 2}
+        return failed
+
+    await emit(outbox, 1, 2, 3, 4, "no number")
+    async with outbox.running(relay=True, listeners=[listener]):
+        await watch.wait_for(Handled, 5)
+    assert asked == {b"2": "told", b"4": "raised"}
+    letters = {letter.message.body: letter.reason for letter in await outbox.dead_letters.list()}
+    assert letters == {b"2": Reason.REJECTED, b"4": Reason.REJECTED, b'"no number"': Reason.UNDECODABLE}
+    # The listener itself would have to undo what it wrote for 2, which it only told of.
+    assert sorted(await effects.all()) == ["handled 1", "handled 2", "handled 3", "refused 2", "refused 4"]

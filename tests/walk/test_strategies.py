@@ -295,6 +295,30 @@ async def test_collisions_have_a_count_of_their_own_and_then_the_attempt_has_fai
 
 
 @POSTGRESQL
+async def test_a_list_that_collides_is_run_again_with_bodies_of_its_own(
+    make_outbox: MakeOutbox, watch: Watch, effects: Effects, transport: str | None
+) -> None:
+    outbox = make_outbox(transport=transport, observers=[watch])
+    runs: list[list[list[int]]] = []
+
+    @listen("#", queue="q", batch=10, retry_delays=())
+    async def listener(bodies: list[list[int]], session: AsyncSession) -> None:
+        for body in bodies:
+            body.append(0)
+            await session.execute(effects.write("once"))
+        runs.append(bodies)
+        if len(runs) == 1:
+            await session.execute(text("DO $$ BEGIN RAISE EXCEPTION 'deadlock' USING ERRCODE = '40P01'; END $$"))
+
+    await emit(outbox, [], [], [])
+    async with outbox.running(relay=True, listeners=[listener]):
+        assert all(isinstance(outcome, Done) for outcome in await watch.outcomes(3))
+    assert all(body == [0] for bodies in runs for body in bodies)
+    assert len(watch.of(Conflicted)) == 1
+    assert await effects.all() == ["once"] * 3
+
+
+@POSTGRESQL
 async def test_a_copy_that_collides_with_the_inbox_entry_of_another_skips(
     make_outbox: MakeOutbox, watch: Watch, effects: Effects
 ) -> None:

@@ -24,6 +24,7 @@ from outbox.core.strategy import (
     check_level,
     check_on_error,
     fixed_limit,
+    is_factory,
 )
 
 
@@ -35,7 +36,7 @@ class Listener:
     callback: Callable[..., Any]
     queue: str = ""  # default: the callback's module and name
     retry_delays: RetryDelays | None = None  # default: those of setup()
-    concurrency: int = 10  # how many messages of this queue one worker handles at a time
+    concurrency: int = 10  # how many messages of this queue, or lists of them, one worker handles at a time
     timeout: Timeout | None = None  # default: 15 s if the callback asks for a session, none otherwise
     lease: Seconds | None = None  # default: that of setup()
     max_crashes: int = 3  # worker deaths after which a message is dead
@@ -44,6 +45,7 @@ class Listener:
     isolation_level: IsolationLevel | None = None  # default: that of the database
     session_factory: SessionFactory | None = None  # default: sessions of the outbox's own engine
     on_error: OnError | None = None  # called after a failed attempt, with the error, message, a session and attempt
+    batch: int | None = None  # most messages in one call; default: the callback takes one message, not a list
 
     retry_policy: RetryPolicy | None = field(init=False, repr=False, compare=False)
     time_limit: timedelta | None = field(init=False, repr=False, compare=False)  # unless `timeout` is a function
@@ -68,6 +70,7 @@ class Listener:
         check_level(self.isolation_level)
         check_factory(self.session_factory)
         check_on_error(self.on_error)
+        self._check_batch()
 
     def __hash__(self) -> int:
         return hash((self.binding_key, self.queue))  # the rest need not be hashable: a list of delays is not
@@ -76,8 +79,33 @@ class Listener:
         return self.callback(*args, **kwargs)
 
     @property
+    def appetite(self) -> int:
+        """How many messages it has at work when every place is taken."""
+        return self.concurrency * (self.batch or 1)
+
+    @property
     def binding(self) -> Binding:
         return Binding(self.queue, self.binding_key)
+
+    def _check_batch(self) -> None:
+        """A call is about many messages then: an option that is about one of them would see the first alone."""
+        if self.batch is None:
+            return
+        if isinstance(self.batch, bool) or not isinstance(self.batch, int) or self.batch < 1:
+            raise ConfigurationError(f"{self.queue}: batch={self.batch!r}, at least 1 message in a list")
+        if self.lane is not None:
+            raise ConfigurationError(f"{self.queue}: messages come in lists or in lanes: remove batch= or lane=")
+        of_one_message = {
+            "timeout": callable(self.timeout),
+            "isolation_level": callable(self.isolation_level),
+            "session_factory": callable(self.session_factory) and not is_factory(self.session_factory),
+        }
+        for option, refused in of_one_message.items():
+            if refused:
+                raise ConfigurationError(
+                    f"{self.queue}: {option} is a function of one message, and batch={self.batch} gives many to one "
+                    "call: make it a value, or remove batch="
+                )
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -97,6 +125,7 @@ def listen(
     isolation_level: IsolationLevel | None = None,
     session_factory: SessionFactory | None = None,
     on_error: OnError | None = None,
+    batch: int | None = None,
 ) -> Callable[[Callable[..., Any]], Listener]:
     """Make a function a Listener: `listen(binding_key, …)(callback)` is `Listener(binding_key, callback, …)`."""
 
@@ -117,6 +146,7 @@ def listen(
             isolation_level=isolation_level,
             session_factory=session_factory,
             on_error=on_error,
+            batch=batch,
         )
 
     return decorate

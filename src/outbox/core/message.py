@@ -43,8 +43,9 @@ class Message:
     headers: Mapping[str, str] = field(default_factory=dict)
     key: str | None = None
     tracking_ids: tuple[str, ...] = field(default_factory=lambda: (*get_tracking_ids(), new_id()))
-    created_at: datetime = field(default_factory=lambda: datetime.now(UTC))  # information, never compared
+    created_at: datetime = field(default_factory=lambda: datetime.now(UTC))  # by the emitter's clock
     expires_at: datetime | None = None
+    due_at: datetime | None = field(default=None, compare=False)  # if that was much later: by an eta, a replay
 
     @property
     def id(self) -> str:

@@ -7,6 +7,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any, ClassVar, Protocol
+from uuid import UUID
 
 from sqlalchemy import URL, Connection, Engine, Executable
 from sqlalchemy.ext.asyncio import AsyncEngine
@@ -26,6 +27,14 @@ DISCARD = "discard"
 Statement = tuple[Executable, Rows]
 
 
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """What a claim holds one message by."""
+
+    id: int
+    token: UUID
+
+
 class Claim(Protocol):
     """Attempts that nobody else makes while this is held. Renewed while it is open."""
 
@@ -42,6 +51,10 @@ class Claim(Protocol):
 
     def conclude(self, connection: Connection, attempt: Attempt, outcome: Outcome) -> bool:
         """Write how an attempt ended inside a caller's transaction; False = lease lost, roll back."""
+        ...
+
+    def lease_on(self, attempt: Attempt) -> Lease:
+        """What many of them are completed by at once, with `Store.complete`."""
         ...
 
 
@@ -214,6 +227,18 @@ class Store(Feed, Protocol):
 
     def write(self, connection: Connection, statement: Executable, rows: Rows | None = None) -> int:
         """Execute one of these on the caller's connection; how many rows it wrote. Makes missing tables first."""
+        ...
+
+    def remember_all(self, connection: Connection, queue: str, message_ids: Sequence[str]) -> set[str]:
+        """Enter many messages in the inbox, in a listener's transaction; which of them are new."""
+        ...
+
+    def forget(self, connection: Connection, queue: str, message_ids: Sequence[str]) -> None:
+        """Take entries out again, in the transaction that made them."""
+        ...
+
+    def complete(self, connection: Connection, leases: Sequence[Lease]) -> set[int]:
+        """Complete many attempts in a listener's transaction; the ids of those whose lease still held."""
         ...
 
     def explained(self, error: BaseException) -> TransactionError | None:

@@ -16,7 +16,7 @@ from outbox.core.landing import Landing
 from outbox.core.listener import Listener
 from outbox.core.message import Message
 from outbox.core.retry import RetryPolicy, as_retry_policy
-from outbox.core.store import Leased, Wanted
+from outbox.core.store import Lease, Leased, Wanted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +82,23 @@ class Concludable(Protocol):
 
     def conclude(self, connection: Connection, outcome: Outcome) -> bool:
         """Write it on this connection, once; False = lease lost, roll back. `settle` is told afterwards."""
+        ...
+
+
+@runtime_checkable
+class UnderLease(Protocol):
+    """A delivery that the database holds: many of them are completed by one statement."""
+
+    @property
+    def lease(self) -> Lease: ...
+
+
+@runtime_checkable
+class AtHand(Protocol):
+    """Deliveries that can be had without waiting, for listeners that take lists. Without it such a list has one."""
+
+    def take(self) -> Delivery | None:
+        """The next one, if it is there at this moment."""
         ...
 
 

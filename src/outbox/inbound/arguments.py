@@ -44,15 +44,13 @@ class Arguments:
         fillers: list[tuple[str, Filler]] = []
         others: list[Parameter] = []
         named = _by_name(queue_name or listener.queue)
-        signature = _signature(listener)
-        for parameter in signature.parameters.values():
-            if parameter.kind not in _POSITIONAL:
-                continue
-            kind = _plain(parameter.annotation)
-            if _is(kind, AsyncSession) or _is(kind, Session):
+        found = parameters(listener)
+        for parameter in found:
+            kind = plain(parameter.annotation)
+            if is_kind(kind, AsyncSession) or is_kind(kind, Session):
                 if session is not None:
                     raise ConfigurationError(f"{listener.queue}: one session is enough, there is one transaction")
-                session, session_name = (AsyncSession if _is(kind, AsyncSession) else Session), parameter.name
+                session, session_name = (AsyncSession if is_kind(kind, AsyncSession) else Session), parameter.name
             elif kind is Message:
                 fillers.append((parameter.name, _message))
             elif parameter.name in named:
@@ -60,23 +58,13 @@ class Arguments:
             else:
                 others.append(parameter)
         body = _body(listener, others)
-        if inspect.isgeneratorfunction(listener.callback) or inspect.isasyncgenfunction(listener.callback):
-            raise ConfigurationError(f"{listener.queue}: calling a generator runs nothing; remove its yield")
-        asynchronous = is_async(listener.callback)
-        if session is AsyncSession and not asynchronous:
-            raise ConfigurationError(
-                f"{listener.queue}: a plain function cannot use an AsyncSession; make it `async def`"
-            )
-        if session is Session and asynchronous:
-            raise ConfigurationError(
-                f"{listener.queue}: an async function would block on a Session; ask for AsyncSession"
-            )
-        positional = tuple(p for p in signature.parameters.values() if p.kind is Parameter.POSITIONAL_ONLY)
+        check_kind(listener, session)
+        positional = tuple(parameter for parameter in found if parameter.kind is Parameter.POSITIONAL_ONLY)
         try:
             decode = decoder(body.annotation)
         except ConfigurationError as error:
             raise ConfigurationError(f"{listener.queue}: {error}") from error
-        return cls(asynchronous, session, session_name, body.name, decode, tuple(fillers), positional)
+        return cls(is_async(listener.callback), session, session_name, body.name, decode, tuple(fillers), positional)
 
     def bind(self, delivery: Delivery) -> dict[str, Any]:
         """The values for one delivery, all but the session; raises Undecodable."""
@@ -89,11 +77,24 @@ class Arguments:
         """Call the callback with the values, and with the session it asked for."""
         if session is not None:
             values = values | {self._session_name: session}
-        if self._positional:
-            values = dict(values)
-            first = [values.pop(parameter.name, parameter.default) for parameter in self._positional]
-            return callback(*first, **values)
-        return callback(**values)
+        return called(callback, values, self._positional) if self._positional else callback(**values)
+
+
+def called(callback: Callable[..., Any], values: dict[str, Any], positional: tuple[Parameter, ...]) -> Any:
+    """Call a callback some of whose arguments have no name to call them by."""
+    values = dict(values)
+    first = [values.pop(parameter.name, parameter.default) for parameter in positional]
+    return callback(*first, **values)
+
+
+def check_kind(listener: Listener, session: type[AsyncSession] | type[Session] | None) -> None:
+    """Refuse a callback that cannot be called, or not with the session that it asks for."""
+    if inspect.isgeneratorfunction(listener.callback) or inspect.isasyncgenfunction(listener.callback):
+        raise ConfigurationError(f"{listener.queue}: calling a generator runs nothing; remove its yield")
+    if session is AsyncSession and not is_async(listener.callback):
+        raise ConfigurationError(f"{listener.queue}: a plain function cannot use an AsyncSession; make it `async def`")
+    if session is Session and is_async(listener.callback):
+        raise ConfigurationError(f"{listener.queue}: an async function would block on a Session; ask for AsyncSession")
 
 
 def _by_name(queue: str) -> dict[str, Filler]:
@@ -122,9 +123,11 @@ def _body(listener: Listener, others: list[Parameter]) -> Parameter:
     )
 
 
-def _signature(listener: Listener) -> inspect.Signature:
+def parameters(listener: Listener) -> list[Parameter]:
+    """The arguments of a callback, without those that take any number."""
     try:
-        return inspect.signature(listener.callback, eval_str=True)
+        found = inspect.signature(listener.callback, eval_str=True).parameters
+        return [parameter for parameter in found.values() if parameter.kind in _POSITIONAL]
     except NameError as error:
         raise ConfigurationError(
             f"{listener.queue}: an annotation cannot be resolved ({error}); define {error.name!r} in its module"
@@ -135,15 +138,16 @@ def _signature(listener: Listener) -> inspect.Signature:
         raise ConfigurationError(f"{listener.queue}: the callback has no signature to read: {error}") from error
 
 
-def _plain(annotation: Any) -> Any:
+def plain(annotation: Any) -> Any:
     """An annotation without its Annotated and its `| None`."""
     if get_origin(annotation) is Annotated:
-        return _plain(get_args(annotation)[0])
+        return plain(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):
         others = [each for each in get_args(annotation) if each is not NoneType]
-        return _plain(others[0]) if len(others) == 1 else annotation
+        return plain(others[0]) if len(others) == 1 else annotation
     return annotation
 
 
-def _is(annotation: object, kind: type) -> bool:
+def is_kind(annotation: object, kind: type) -> bool:
+    """Whether an annotation is this class or one made from it."""
     return isinstance(annotation, type) and issubclass(annotation, kind)

@@ -17,6 +17,7 @@ from outbox.core.listener import Listener
 from outbox.core.message import Message
 from outbox.core.transport import Delivery
 from outbox.inbound.arguments import Arguments
+from outbox.inbound.batch_arguments import BatchArguments
 from outbox.inbound.conflicts import Conflicts
 from outbox.inbound.inbox import Inbox
 from outbox.inbound.strategies import Isolation, TimeLimit
@@ -52,7 +53,8 @@ class Call:
         isolation_of: Isolation | None = None,  # if it asks for a level of isolation
         conflicts: Conflicts | None = None,
     ) -> None:
-        self.arguments = Arguments.of(listener, queue_name)
+        of = Arguments.of if listener.batch is None else BatchArguments.of
+        self.arguments: Arguments | BatchArguments = of(listener, queue_name)
         self._listener = listener
         self._callback = listener.callback
         self._sessions = sessions

@@ -86,16 +86,22 @@ class Handling:
 
     async def _outcome_of(self, error: BaseException, delivery: Delivery) -> Outcome:
         outcome = await self._usual_outcome_of(error, delivery)
-        if self._failing is not None and isinstance(outcome, RetryIn | Dead):
-            return await self._failing.outcome(error, delivery, outcome)
-        return outcome
+        match outcome:
+            case Dead(reason=Reason.EXPIRED | Reason.UNDECODABLE):
+                return outcome  # no attempt: its listener was not called
+            case RetryIn() | Dead() if self._failing is not None:
+                return await self._failing.outcome(error, delivery, outcome)
+            case _:
+                return outcome
 
     async def _usual_outcome_of(self, error: BaseException, delivery: Delivery) -> Outcome:
         match error:
             case inbox.Handled():
                 return _DONE
-            case inbox.NotStarted():
-                return await self._not_started(error)
+            case inbox.NotStarted() | inbox.CommitUnknown():
+                return await self._nobodys_attempt(error)
+            case inbox.TooOld():
+                return Dead(Reason.EXPIRED, str(error))
             case Undecodable():
                 return Dead(Reason.UNDECODABLE, self._text(error))
             case Reject():
@@ -108,7 +114,7 @@ class Handling:
             case _:  # a cancellation that is not ours is the listener's own doing, or of something it called
                 return self._failed(delivery.attempt, error)
 
-    async def _not_started(self, error: inbox.NotStarted) -> Outcome:
+    async def _nobodys_attempt(self, error: inbox.NotStarted | inbox.CommitUnknown) -> Outcome:
         """The database is away or its pool empty: hold the slot for a moment, then let anybody try."""
         cause = error.__cause__ or error
         self._observe(Troubled(f"session for {self._listener.queue}", cause, NOT_STARTED_PAUSE))

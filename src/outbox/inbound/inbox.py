@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
 
 from sqlalchemy import Connection
+from sqlalchemy.exc import DBAPIError
 
-from outbox.core.errors import LeaseLost
+from outbox.core.durations import Retention, in_words
+from outbox.core.errors import LeaseLost, MessageIdInvalid, Undecodable
+from outbox.core.message import Message, check_message_ids
 from outbox.core.store import Store
 from outbox.core.transport import Delivery
 
@@ -20,11 +24,55 @@ class NotStarted(Exception):
     """The listener was not called: its session has no connection, or no entry can be made. Nobody's attempt."""
 
 
+class CommitUnknown(Exception):
+    """The connection was lost around COMMIT. Whether it committed is known when the message comes again."""
+
+
+class TooOld(Exception):
+    """The message is older than inbox entries become: nobody knows whether it was handled."""
+
+
+@contextmanager
+def committing() -> Iterator[None]:
+    """Around the COMMIT of a listener's transaction: only an answer of the database is an answer."""
+    try:
+        yield
+    except DBAPIError as error:
+        if not error.connection_invalidated:
+            raise
+        raise CommitUnknown("the connection was lost around COMMIT") from error
+    except OSError as error:
+        raise CommitUnknown("the connection was lost around COMMIT") from error
+
+
 class Inbox:
     """Ties a delivery's end to the listener's transaction."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, retention: Retention) -> None:
         self._store = store
+        self._retention = retention if isinstance(retention, timedelta) else None
+
+    def is_too_old(self, message: Message) -> bool:
+        """Whether the entry of an earlier copy may be gone already."""
+        if self._retention is None:
+            return False
+        return (message.due_at or message.created_at) < datetime.now(UTC) - self._retention
+
+    def too_old(self) -> TooOld:
+        age = "" if self._retention is None else in_words(self._retention)
+        return TooOld(
+            f"it is older than inbox_retention={age}: nobody knows whether it was handled; replay it if it was not"
+        )
+
+    def refusal(self, message: Message) -> TooOld | Undecodable | None:
+        """Why there can be no entry for a message, if there cannot."""
+        if self.is_too_old(message):
+            return self.too_old()
+        try:
+            check_message_ids(message)
+        except MessageIdInvalid as error:
+            return Undecodable(str(error))
+        return None
 
     @contextmanager
     def entered(self, connection: Connection, queue: str, delivery: Delivery) -> Iterator[None]:
@@ -35,13 +83,12 @@ class Inbox:
         """
         completion = delivery.completion()
         if completion is None:
+            refusal = self.refusal(delivery.attempt.message)
+            if refusal is not None:
+                raise refusal
             entry = self._store.remember(queue, delivery.attempt.message.id)
-            try:
+            with self._entering(queue):
                 is_new = self._store.write(connection, entry)
-            except Exception as error:
-                if self._store.is_conflict(error):
-                    raise  # a copy was handled since this transaction's snapshot: the next run sees it
-                raise NotStarted(f"no inbox for {queue}") from error
             if not is_new:
                 raise Handled
             yield
@@ -51,3 +98,13 @@ class Inbox:
                 raise LeaseLost(
                     f"{queue}: the lease on {delivery.attempt.message.id} ran out before its work committed"
                 )
+
+    @contextmanager
+    def _entering(self, queue: str) -> Iterator[None]:
+        """Around the writing of entries: without them no listener is called."""
+        try:
+            yield
+        except Exception as error:
+            if self._store.is_conflict(error):
+                raise  # a copy was handled since this transaction's snapshot: the next run sees it
+            raise NotStarted(f"no inbox for {queue}") from error

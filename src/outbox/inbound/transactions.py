@@ -12,7 +12,7 @@ from sqlalchemy import Connection, StaticPool
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.orm import Session
 
-from outbox.inbound.inbox import NotStarted
+from outbox.inbound.inbox import NotStarted, committing
 from outbox.inbound.own_end import OwnEnd
 from outbox.inbound.threads import Fence
 
@@ -45,7 +45,8 @@ async def transact(
             await connection.run_sync(lambda _: entering.__exit__(None, None, None))
         if limit.expired():
             raise TimeoutError("its time was over, and it did not heed its cancellation")
-        await session.commit()
+        with committing():
+            await session.commit()
     except (asyncio.CancelledError, TimeoutError):
         await asyncio.shield(_cut(session))
         raise
@@ -74,7 +75,8 @@ def transact_in_thread(
             own_end.allow()
             session.flush()
         fence.pass_through()
-        session.commit()
+        with committing():
+            session.commit()
 
 
 async def _connected(session: AsyncSession, terms: Terms) -> AsyncConnection:

@@ -16,6 +16,7 @@ from outbox.core.events import Observer, StillRunning, Troubled
 from outbox.core.listener import Listener
 from outbox.core.pace import RestartDelay, Trouble
 from outbox.core.transport import Delivery
+from outbox.inbound.batches import Batches
 from outbox.inbound.slots import Slots, Start, slots_for
 
 SHORTEST_TROUBLE, LONGEST_TROUBLE = 0.2, 10.0  # seconds of pause after an error, doubling
@@ -57,7 +58,7 @@ class Worker:
         prefetch: int,
         grace: timedelta,
         observe: Observer,
-        watches: bool = True,  # whether listeners run here: their lanes count, and one that runs for very long is told
+        watches: bool = True,  # whether a listener that runs for very long is told
         restart_delay: RestartDelay | None = None,
     ) -> None:
         self._watches = watches
@@ -93,8 +94,7 @@ class Worker:
     async def _serve(self, listener: Listener) -> None:
         """Take deliveries for one listener; after an error, take them anew."""
         trouble = Trouble(LONGEST_TROUBLE, SHORTEST_TROUBLE, self._restart_delay)
-        start = self._starting(listener)
-        slots = slots_for(listener, start) if self._watches else Slots(listener.concurrency, start)
+        slots = slots_for(listener, self._starting(listener))
         while True:
             try:
                 await self._take(listener, slots, trouble)
@@ -107,6 +107,8 @@ class Worker:
 
     async def _take(self, listener: Listener, slots: Slots, trouble: Trouble) -> None:
         deliveries = self._source.consume(listener, self._prefetch)
+        if listener.batch is not None:
+            deliveries = Batches(deliveries, listener.batch)
         try:
             while True:
                 if not slots.free:

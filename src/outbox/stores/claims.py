@@ -21,11 +21,13 @@ from sqlalchemy import (
     Select,
     String,
     Text,
+    Uuid,
     bindparam,
     case,
     delete,
     null,
     select,
+    tuple_,
     update,
 )
 from sqlalchemy.types import TypeEngine
@@ -33,7 +35,7 @@ from sqlalchemy.types import TypeEngine
 from outbox.core.attempt import Attempt, Dead, Done, Outcome, Reason, Released, RetryIn
 from outbox.core.dead_letter import clean
 from outbox.core.durations import IMMEDIATELY
-from outbox.core.store import Rows
+from outbox.core.store import Lease, Rows
 from outbox.stores.rows import as_attempts, as_seconds, history_line
 
 if TYPE_CHECKING:
@@ -69,6 +71,14 @@ class SettleStatements:
         """One row's end, with its values in it: whoever executes it knows nothing of leases."""
         statement: Executable = self._done(self._messages.c.id == id, self._store.held(token))
         return statement
+
+    @cached_property
+    def completions(self) -> Any:
+        """Ends of rows under whatever leases, each by its own token."""
+        columns = self._messages.c
+        leases = self._store.records("rows", {"id": BigInteger, "token": Uuid}).alias("leases")
+        own = tuple_(columns.id, columns.lease_token).in_(select(leases.c.id, leases.c.token))
+        return self._done(own, columns.lease_until > self._store.clock()).returning(columns.id)
 
     def _done(self, chosen: ColumnElement[bool], held: ColumnElement[bool]) -> Any:
         if self._store.clean_up_after == IMMEDIATELY:
@@ -192,6 +202,9 @@ class SqlClaim:
 
     def conclude(self, connection: Connection, attempt: Attempt, outcome: Outcome) -> bool:
         return attempt.id in self._settle(connection, {attempt.id: outcome})
+
+    def lease_on(self, attempt: Attempt) -> Lease:
+        return Lease(attempt.id, self._token)
 
     @property
     def terms(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -15,6 +16,7 @@ from outbox.core.store import StoredMessage
 from outbox.stores.tables import NOT_ROUTED
 
 LONGEST_HISTORY = 16 * 1024  # characters
+MUCH_LATER = timedelta(minutes=1)  # what is due so long after it was made is told so
 
 _KEPT = (
     "message_id",
@@ -30,6 +32,7 @@ _KEPT = (
 GIVEN = tuple(name for name in _KEPT if name != "expires_at")  # what `message_row` fills
 CLAIMED = ("due_at", "id", "expired", "attempts", "starts", *_KEPT)  # what a leasing statement returns, in this order
 
+_CREATED_AT = _KEPT.index("created_at")
 _in_order = itemgetter(0, 1)
 _kept_by = attrgetter(*_KEPT)
 
@@ -82,9 +85,12 @@ def _message(
     )
 
 
-def as_attempt(id: int, attempts: int, starts: int, kept: Sequence[Any]) -> Attempt:
+def as_attempt(due_at: datetime, id: int, attempts: int, starts: int, kept: Sequence[Any]) -> Attempt:
     """The attempt that a freshly claimed row stands for: its start is already counted."""
-    return Attempt(_message(*kept), attempts + 1, id, starts - attempts - 1)
+    message = _message(*kept)
+    if due_at - kept[_CREATED_AT] > MUCH_LATER:
+        message = replace(message, due_at=as_utc(due_at))
+    return Attempt(message, attempts + 1, id, starts - attempts - 1)
 
 
 def as_attempts(rows: Sequence[Sequence[Any]]) -> tuple[list[Attempt], dict[int, Dead]]:
@@ -94,12 +100,12 @@ def as_attempts(rows: Sequence[Sequence[Any]]) -> tuple[list[Attempt], dict[int,
     """
     attempts: list[Attempt] = []
     dead: dict[int, Dead] = {}
-    for _, id, expired, ended, begun, *kept in sorted(rows, key=_in_order):
+    for due_at, id, expired, ended, begun, *kept in sorted(rows, key=_in_order):
         try:
             if expired:
                 dead[id] = Dead(Reason.EXPIRED)
             else:
-                attempts.append(as_attempt(id, ended, begun, kept))
+                attempts.append(as_attempt(due_at, id, ended, begun, kept))
         except (TypeError, ValueError) as error:  # somebody else wrote this row
             dead[id] = Dead(Reason.UNDECODABLE, f"its row cannot be read: {error}")
     return attempts, dead

@@ -46,7 +46,7 @@ from outbox.core.diagnosis import Claimable, Examination, Finding
 from outbox.core.durations import Retention
 from outbox.core.errors import TablesMissing, TransactionError, causes
 from outbox.core.message import Message, Schedule
-from outbox.core.store import Backlog, Difference, Receipt, Reception, Routing, Rows, StoredMessage, Wanted
+from outbox.core.store import Backlog, Difference, Lease, Receipt, Reception, Routing, Rows, StoredMessage, Wanted
 from outbox.stores import examination, looks
 from outbox.stores.claims import BURIAL, SettleStatements, SqlClaim
 from outbox.stores.dead_letters import SqlDeadLetters
@@ -214,6 +214,18 @@ class SqlStore(Spelling):
 
     def reception(self, queue: str, message: Message) -> Reception:
         return self.receiving.reception(queue, message)
+
+    def remember_all(self, connection: Connection, queue: str, message_ids: Sequence[str]) -> set[str]:
+        rows = self.json([{"message_id": message_id} for message_id in message_ids])
+        return set(connection.execute(self._remember_all, {"queue": queue, "rows": rows}).scalars())
+
+    def forget(self, connection: Connection, queue: str, message_ids: Sequence[str]) -> None:
+        rows = self.json([{"message_id": message_id} for message_id in message_ids])
+        connection.execute(self._forget, {"queue": queue, "rows": rows})
+
+    def complete(self, connection: Connection, leases: Sequence[Lease]) -> set[int]:
+        rows = self.json([{"id": lease.id, "token": lease.token.hex} for lease in leases])
+        return set(connection.execute(self.settling.completions, {"rows": rows}).scalars())
 
     @abstractmethod
     def explained(self, error: BaseException) -> TransactionError | None:
@@ -478,6 +490,23 @@ class SqlStore(Spelling):
     @cached_property
     def _insert(self) -> Insert:
         return insert(self.messages).values(**self._times()).inline().execution_options(preserve_rowcount=True)
+
+    @cached_property
+    def _remember_all(self) -> Any:
+        """In one order, whoever enters: of two lists with messages in common, one waits for the other."""
+        inbox, named = self.tables.inbox, self.records("rows", {"message_id": String}).alias("named")
+        chosen = select(bindparam("queue", type_=String), named.c.message_id, self.clock())
+        # Without a WHERE, SQLite takes the ON of what follows for the beginning of a join.
+        source = chosen.where(named.c.message_id.is_not(None)).order_by(named.c.message_id)
+        entries = self.ignoring(inbox).from_select(["queue", "message_id", "entered_at"], source)
+        return entries.returning(inbox.c.message_id)
+
+    @cached_property
+    def _forget(self) -> Executable:
+        inbox, named = self.tables.inbox, self.records("rows", {"message_id": String}).alias("named")
+        return delete(inbox).where(
+            inbox.c.queue == bindparam("queue", type_=String), inbox.c.message_id.in_(select(named.c.message_id))
+        )
 
     @cached_property
     def _insert_timer(self) -> Insert:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from datetime import timedelta
 from typing import Protocol
 
 from sqlalchemy import ColumnElement, Connection, Executable, case, func, or_, select, true
 
-from outbox.core.attempt import Dead, Done, Outcome, Reason
+from outbox.core.attempt import Attempt, Dead, Done, Outcome, Reason
 from outbox.core.durations import NO_DELAY
 from outbox.core.landing import Landing
 from outbox.core.listener import Listener
 from outbox.core.message import Message
-from outbox.core.store import Claim
-from outbox.core.transport import Delivery
+from outbox.core.store import Claim, Lease
+from outbox.core.transport import AtHand, Delivery
+from outbox.inbound.batches import Batches
 from outbox.stores.sql import SqlStore
 from outbox.stores.tables import NOT_ROUTED
 from outbox.transports.memory import MemoryTransport
@@ -39,13 +40,11 @@ class StoreSource:
 
     @asynccontextmanager
     async def taken(self, listener: Listener) -> AsyncIterator[Delivery | None]:
-        async with self._store.claim(1, lease=LEASE, destination=listener.queue) as claim:
-            if not claim.attempts:
-                yield None
-                return
-            delivery = ClaimedDelivery(claim)
-            yield delivery
-            await delivery.write()
+        async with self._store.claim(listener.batch or 1, lease=LEASE, destination=listener.queue) as claim:
+            deliveries = [ClaimedDelivery(claim, attempt) for attempt in claim.attempts]
+            yield await _in_hand(listener, Claimed(deliveries))
+            for delivery in deliveries:
+                await delivery.write()
 
 
 class MemorySource:
@@ -56,7 +55,27 @@ class MemorySource:
 
     @asynccontextmanager
     async def taken(self, listener: Listener) -> AsyncIterator[Delivery | None]:
-        yield self._transport.consume(listener, 1).take()
+        yield await _in_hand(listener, self._transport.consume(listener, listener.batch or 1))
+
+
+async def _in_hand(listener: Listener, deliveries: AtHand) -> Delivery | None:
+    """What a worker would hand over next, in a list if the listener takes lists."""
+    if listener.batch is None:
+        return deliveries.take()
+    batches = Batches(deliveries, listener.batch)
+    batch = batches.take()
+    await batches.aclose()
+    return batch
+
+
+class Claimed:
+    """The attempts of a claim, one after another."""
+
+    def __init__(self, deliveries: Sequence[ClaimedDelivery]) -> None:
+        self._left = iter(deliveries)
+
+    def take(self) -> ClaimedDelivery | None:
+        return next(self._left, None)
 
 
 class StoredSource:
@@ -78,11 +97,11 @@ class StoredSource:
 
 
 class ClaimedDelivery:
-    """The one attempt of a claim."""
+    """An attempt of a claim."""
 
-    def __init__(self, claim: Claim) -> None:
+    def __init__(self, claim: Claim, attempt: Attempt) -> None:
         self._claim = claim
-        self.attempt = claim.attempts[0]
+        self.attempt = attempt
         self._outcome: Outcome | None = None
         self._landing = Landing()
 
@@ -92,6 +111,10 @@ class ClaimedDelivery:
 
     def completion(self) -> Executable:
         return self._claim.completion(self.attempt)
+
+    @property
+    def lease(self) -> Lease:
+        return self._claim.lease_on(self.attempt)
 
     def settle(self, outcome: Outcome) -> Landing:
         self._outcome = outcome

@@ -22,7 +22,7 @@ from outbox.core.dead_letter import FIRST_OF_QUEUES
 from outbox.core.errors import NotFound
 from outbox.core.listener import Listener
 from outbox.core.message import Message
-from outbox.core.transport import Delivery, Transport
+from outbox.core.transport import AtHand, Delivery, Transport
 from outbox.transports.database import DatabaseTransport
 
 SOON = 30.0  # seconds within which everything must have come, on the slowest machine
@@ -384,6 +384,44 @@ class TransportContract:
             await delivery.settle(Done())
         assert await emptied(transport, "other", 0) == []
         assert await transport.dead_letters.list() == []
+
+    async def test_it_travels_when_a_message_was_due_and_a_replay_is_due_anew(self, transport: Transport) -> None:
+        if transport.features.completes_in_transaction:
+            return  # nobody asks how old a message is where its end is written with the listener's work
+        await transport.declare([listener()])
+        long_ago = datetime(2001, 2, 3, 4, 5, 6, 789000, tzinfo=UTC)
+        sent = message(due_at=long_ago)
+        await transport.publish([sent, message(body=b"at once")])
+        async with consuming(transport) as deliveries:
+            found = {delivery.attempt.message.body: delivery for delivery in await take(deliveries, 2)}
+            assert found[b"at once"].attempt.message.due_at is None
+            assert found[b"{}"].attempt.message.due_at == long_ago
+            await found[b"at once"].settle(Done())
+            await found[b"{}"].settle(Dead(Reason.REJECTED, "no"))
+        if transport.dead_letters is None:
+            return
+        [letter] = await transport.dead_letters.list()
+        await transport.dead_letters.replay([letter.id])
+        [again] = await emptied(transport)
+        assert again == sent
+        assert again.due_at is not None
+        assert again.due_at > datetime.now(UTC) - timedelta(hours=1)
+
+    async def test_what_is_at_hand_can_be_had_without_waiting(self, transport: Transport) -> None:
+        await transport.declare([listener()])
+        await transport.publish([message(body=str(number).encode()) for number in range(5)])
+        async with consuming(transport) as deliveries:
+            if not isinstance(deliveries, AtHand):
+                return
+            found: list[Delivery] = []
+            while len(found) < 5:
+                found += await take(deliveries)
+                while (delivery := deliveries.take()) is not None:
+                    found.append(delivery)
+            assert {delivery.attempt.message.body for delivery in found} == {b"0", b"1", b"2", b"3", b"4"}
+            for delivery in found:
+                await delivery.settle(Done())
+            assert deliveries.take() is None
 
     async def test_an_expired_message_is_not_delivered(self, transport: Transport) -> None:
         await transport.declare([listener()])

@@ -20,7 +20,7 @@ from outbox.core.landing import Landing
 from outbox.core.listener import Listener
 from outbox.core.message import Message
 from outbox.core.pace import Pace
-from outbox.core.store import Claim, Leased, Store, Wanted
+from outbox.core.store import Claim, Lease, Leased, Store, Wanted
 from outbox.core.transport import Features, Published, Refusal
 
 SETTLE_WITHIN = 0.02  # seconds that an outcome waits for others to be written with it
@@ -125,7 +125,7 @@ class DatabaseOffer:
             self._takers[deliveries.queue] = deliveries
 
     def take(self, queue: str, claim: Leased) -> int:
-        self._takers[queue].take(claim, self.wanted[queue].limit)
+        self._takers[queue].take_over(claim, self.wanted[queue].limit)
         return len(claim.attempts)
 
     def withdraw(self) -> None:
@@ -152,6 +152,10 @@ class DatabaseDelivery:
     def conclude(self, connection: Connection, outcome: Outcome) -> bool:
         return self._batch.claim.conclude(connection, self.attempt, outcome)
 
+    @property
+    def lease(self) -> Lease:
+        return self._batch.claim.lease_on(self.attempt)
+
     def settle(self, outcome: Outcome) -> Landing:
         return self._batch.settle(self.attempt.id, outcome)
 
@@ -175,7 +179,7 @@ class DatabaseDeliveries:
         self._store = store
         self.queue = listener.queue
         self._prefetch = prefetch
-        self._appetite = _Appetite(listener.concurrency, max(1, prefetch // IN_FLIGHT))
+        self._appetite = _Appetite(listener.appetite, max(1, prefetch // IN_FLIGHT))
         self._lease = lease
         self._pace = pace
         self._held = held
@@ -205,6 +209,13 @@ class DatabaseDeliveries:
                 self._filling.result()  # raises what ended it
             self._arrived.clear()
             await self._arrived.wait()
+        return self._first()
+
+    def take(self) -> DatabaseDelivery | None:
+        """The next one, if it is there."""
+        return self._first() if self._ready else None
+
+    def _first(self) -> DatabaseDelivery:
         delivery = self._ready.popleft()
         if len(self._ready) <= self._appetite.size // 2:
             self._room.set()
@@ -232,7 +243,7 @@ class DatabaseDeliveries:
         self._reserved -= room
         self._room.set()
 
-    def take(self, claim: Leased, room: int) -> None:
+    def take_over(self, claim: Leased, room: int) -> None:
         """Hold what the router leased, ready at once."""
         self._appetite.had(len(claim.attempts), room)
         self._expect(claim)

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from typing import Self, assert_never
+from typing import Any, Self, assert_never
 
 from outbox.core.attempt import Attempt, Dead, Done, Outcome, Reason, Released, RetryIn
 from outbox.core.binding import Binding, Bindings
@@ -231,10 +231,12 @@ class _Queue:
 
 def _older(attempt: Attempt, by: timedelta) -> Attempt:
     message = attempt.message
-    expires_at = message.expires_at and _earlier(message.expires_at, by)
-    return replace(
-        attempt, message=replace(message, created_at=_earlier(message.created_at, by), expires_at=expires_at)
-    )
+    times: dict[str, Any] = {
+        name: _earlier(moment, by)
+        for name in ("created_at", "due_at", "expires_at")
+        if (moment := getattr(message, name)) is not None
+    }
+    return replace(attempt, message=replace(message, **times))
 
 
 def _earlier(moment: datetime, by: timedelta) -> datetime:
@@ -279,7 +281,8 @@ class MemoryDeadLetters(DeadLetters):
     async def replay(self, ids: Sequence[int]) -> int:
         letters = self._pop(ids)
         for letter in letters:
-            self._transport.put(letter.queue or "", replace(letter.message, expires_at=None))
+            message = replace(letter.message, expires_at=None, due_at=datetime.now(UTC))
+            self._transport.put(letter.queue or "", message)
         return len(letters)
 
     async def discard(self, ids: Sequence[int]) -> int:

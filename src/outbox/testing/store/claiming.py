@@ -176,6 +176,24 @@ class ClaimingCases(StoreCases):
                     assert await write(connection, store, late.completion(attempt)) == 0
                 assert await current.settle({attempt.id: Done()}) == frozenset()
 
+    async def test_of_many_that_are_completed_at_once_the_late_ones_are_not(
+        self, engine: AsyncEngine, store: Store
+    ) -> None:
+        await queued(engine, store, message(), message())
+        async with AsyncExitStack() as stack:
+            own = await stack.enter_async_context(store.claim(1, lease=LEASE, destination="q"))
+            late = await self.expired(stack, store)
+            leases = [claim.lease_on(attempt) for claim in (own, late) for attempt in claim.attempts]
+            async with engine.connect() as connection:
+                assert await connection.run_sync(store.complete, leases) == {own.attempts[0].id}
+                await connection.rollback()
+            async with store.claim(1, lease=LEASE, destination="q") as current:
+                async with engine.begin() as connection:
+                    assert await connection.run_sync(store.complete, leases) == {own.attempts[0].id}
+                assert await current.settle({current.attempts[0].id: Done()}) == frozenset()
+            await own.settle({own.attempts[0].id: Done(in_transaction=True)})
+        assert await store.list_messages() == []
+
     async def test_a_lease_that_expired_is_not_renewed(self, engine: AsyncEngine, store: Store) -> None:
         """A holder that slept through its lease must not extend it when it wakes up."""
         await queued(engine, store, message())

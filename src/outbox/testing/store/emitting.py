@@ -245,6 +245,24 @@ class EmittingCases(StoreCases):
             assert await write(connection, store, store.remember("b", "1")) == 1
             assert await write(connection, store, store.remember("a", "2")) == 1
 
+    async def test_the_inbox_takes_many_and_says_which_are_new(self, engine: AsyncEngine, store: Store) -> None:
+        async with engine.begin() as connection:
+            assert await write(connection, store, store.remember("a", "2")) == 1
+            assert await write(connection, store, store.remember("b", "1")) == 1
+            assert await connection.run_sync(store.remember_all, "a", ["3", "2", "1", "ü'\\"]) == {"1", "3", "ü'\\"}
+            assert await connection.run_sync(store.remember_all, "a", ["1", "2"]) == set()
+
+    async def test_inbox_entries_are_taken_out_again_by_the_transaction_that_made_them(
+        self, engine: AsyncEngine, store: Store
+    ) -> None:
+        async with engine.begin() as connection:
+            assert await connection.run_sync(store.remember_all, "a", ["1", "2", "3"]) == {"1", "2", "3"}
+            assert await connection.run_sync(store.remember_all, "b", ["1"]) == {"1"}
+            await connection.run_sync(store.forget, "a", ["1", "3"])
+        async with engine.begin() as connection:
+            assert await connection.run_sync(store.remember_all, "a", ["1", "2", "3"]) == {"1", "3"}
+            assert await connection.run_sync(store.remember_all, "b", ["1"]) == set()
+
     async def test_an_inbox_entry_rolls_back_with_its_transaction(self, engine: AsyncEngine, store: Store) -> None:
         async with engine.connect() as connection:
             assert await write(connection, store, store.remember("a", "1")) == 1

@@ -202,6 +202,26 @@ class SettlingCases(StoreCases):
                 assert not await connection.run_sync(claim.conclude, attempt, Dead(Reason.REJECTED, "x"))
                 assert not await connection.run_sync(claim.conclude, attempt, RetryIn(timedelta(0), "x"))
 
+    async def test_many_are_completed_at_once_in_the_listeners_transaction(
+        self, engine: AsyncEngine, store: Store
+    ) -> None:
+        await queued(engine, store, *(message() for _ in range(6)))
+        async with (
+            store.claim(2, lease=LEASE, destination="q") as one,
+            store.claim(3, lease=LEASE, destination="q") as other,
+        ):
+            leases = [claim.lease_on(attempt) for claim in (one, other) for attempt in claim.attempts]
+            async with engine.connect() as connection:
+                assert await connection.run_sync(store.complete, leases) == {lease.id for lease in leases}
+                await connection.rollback()
+            async with engine.begin() as connection:
+                assert await connection.run_sync(store.complete, leases[1:]) == {lease.id for lease in leases[1:]}
+                assert await connection.run_sync(store.complete, leases) == {leases[0].id}  # the others are completed
+            for claim in (one, other):
+                done = {attempt.id: Done(in_transaction=True) for attempt in claim.attempts}
+                assert await claim.settle(done) == frozenset()
+        assert len(await store.list_messages()) == 1
+
     async def test_a_completion_counts_once(self, engine: AsyncEngine, store: Store) -> None:
         await queued(engine, store, message())
         async with store.claim(1, lease=LEASE, destination="q") as claim:
@@ -222,3 +242,15 @@ class SettlingCases(StoreCases):
             await claim.settle({claim.attempts[0].id: Done(in_transaction=True)})
         [stored] = await store.list_messages()
         assert stored.state == "sent"
+
+    async def test_many_that_are_completed_are_kept_if_it_is_told_to(
+        self, engine: AsyncEngine, make_store: MakeStore
+    ) -> None:
+        store = make_store(clean_up_after=NEVER)
+        await queued(engine, store, message(), message())
+        async with store.claim(2, lease=LEASE, destination="q") as claim:
+            leases = [claim.lease_on(attempt) for attempt in claim.attempts]
+            async with engine.begin() as connection:
+                assert await connection.run_sync(store.complete, leases) == {lease.id for lease in leases}
+            await claim.settle({attempt.id: Done(in_transaction=True) for attempt in claim.attempts})
+        assert {stored.state for stored in await store.list_messages()} == {"sent"}

@@ -15,8 +15,8 @@ GROWTH = 4
 class Appetite:
     """The prefetch of one consumer."""
 
-    def __init__(self, concurrency: int, most: int, now: float) -> None:
-        self._least = min(most, 2 * concurrency)
+    def __init__(self, at_work: int, most: int, now: float) -> None:
+        self._least = min(most, 2 * at_work)
         self._most = max(self._least, most // 2)  # what came before a change may be in hand beside what comes after it
         self.prefetch = self._least
         self.changed = asyncio.Event()

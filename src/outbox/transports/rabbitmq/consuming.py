@@ -147,12 +147,13 @@ class Tray:
             self._start(self._step_aside(delivery, landing), landing)
 
     def settle(self, delivery: RabbitmqDelivery, outcome: Outcome, landing: Landing) -> None:
-        if delivery.envelope.on_trial:
-            self._suspects.end(delivery.key)
         tag = delivery.incoming.tag
         if self._channel.ended.done():
+            self._suspects.end(delivery.key)
             landing.set_result(False)
             return
+        if delivery.envelope.on_trial:
+            self._start(self._end_trial(delivery.key, landing), Landing())
         match outcome:
             case Done():
                 self._done(tag, landing)
@@ -232,6 +233,16 @@ class Tray:
         await asyncio.sleep(ALONE_AFTER)
         await self._suspects.alone()
         self._deliveries.ready(delivery)
+
+    async def _end_trial(self, key: Key, landing: Landing) -> None:
+        """The next one is tried when the broker knows how this one ended: its crash would count for both."""
+        try:
+            self._flush(patience=0.0)
+            await landing
+            with suppress(Lost, TimeoutError):
+                await self._channel.heard()
+        finally:
+            self._suspects.end(key)
 
     async def _step_aside(self, delivery: RabbitmqDelivery, landing: Landing) -> None:
         """Another one is tried: back to the broker, and no longer on trial."""
@@ -348,7 +359,7 @@ class RabbitmqDeliveries:
         self.suspects = suspects
         most = min(prefetch, MOST_PREFETCH)
         # What waits for its lane is in hand too: with little in hand, one lane would keep all others from coming.
-        self._appetite = Appetite(listener.concurrency if listener.lane is None else most, most, time.monotonic())
+        self._appetite = Appetite(listener.appetite if listener.lane is None else most, most, time.monotonic())
         self._link = link
         self._declare = declare
         self._observe = observe
@@ -366,18 +377,23 @@ class RabbitmqDeliveries:
     async def __anext__(self) -> RabbitmqDelivery:
         if self._keeping is None and not self._closed:
             self._keeping = asyncio.create_task(self._keep(), name=f"outbox consumer of {self.queue}")
-        while True:
-            while not self._ready:
-                if self._keeping is None or self._closed:
-                    raise StopAsyncIteration
-                if self._keeping.done():
-                    self._keeping.result()  # raises what ended it
-                self._arrived.clear()
-                await self._arrived.wait()
+        while (delivery := self.take()) is None:
+            if self._keeping is None or self._closed:
+                raise StopAsyncIteration
+            if self._keeping.done():
+                self._keeping.result()  # raises what ended it
+            self._arrived.clear()
+            await self._arrived.wait()
+        return delivery
+
+    def take(self) -> RabbitmqDelivery | None:
+        """The next one that did not expire, if it is there."""
+        while self._ready:
             delivery = self._ready.popleft()
             if not delivery.expired:
                 return delivery
             delivery.settle(Dead(Reason.EXPIRED, "its expiration passed before a listener took it"))
+        return None
 
     async def aclose(self) -> None:
         """Consume no more and give back what nobody took. Deliveries that were taken stay until they are settled."""

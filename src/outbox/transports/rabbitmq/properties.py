@@ -23,7 +23,8 @@ from outbox.core.tracking import new_id
 OURS = "outbox-"  # what the names of our own headers begin with
 TRACKING_IDS = "outbox-tracking-ids"
 KEY = "outbox-key"
-CREATED_AT = "outbox-created-at"  # this and the next two in microseconds since 1970
+CREATED_AT = "outbox-created-at"  # this and the next three in microseconds since 1970
+DUE_AT = "outbox-due-at"
 EXPIRES_AT = "outbox-expires-at"
 DIED_AT = "outbox-died-at"
 ROUTING_KEY = "outbox-routing-key"  # the first one; a retry travels under the name of its queue
@@ -103,6 +104,8 @@ def encoded(message: Message) -> bytes:
             entries += _entry(TRACKING_IDS, list(tracking_ids))
         if message.key is not None:
             entries += _entry(KEY, message.key)
+        if message.due_at is not None:
+            entries += _entry(DUE_AT, microseconds(message.due_at))
         if message.expires_at is not None:
             entries += _entry(EXPIRES_AT, microseconds(message.expires_at))
         if message.headers:
@@ -195,6 +198,7 @@ class Envelope:
             tracking_ids=self._tracking_ids(message_id),
             created_at=created_at,
             expires_at=self.moment(EXPIRES_AT),
+            due_at=self.moment(DUE_AT),
         )
 
     @property
@@ -254,8 +258,10 @@ class Envelope:
         return REASON in self.headers
 
     def revived(self) -> Envelope:
-        """The same with all attempts before it and no expiration; its history stays."""
-        return Envelope(self.properties, {name: raw for name, raw in self.headers.items() if name not in _OF_THIS_LIFE})
+        """The same with all attempts before it, no expiration, and due by now; its history stays."""
+        headers = {name: raw for name, raw in self.headers.items() if name not in _OF_THIS_LIFE}
+        headers[DUE_AT] = encode.encode_table_value(microseconds(datetime.now(UTC)))
+        return Envelope(self.properties, headers)
 
     def without_ours(self) -> Envelope:
         """The same without our own headers, if they are not what they should be."""
@@ -413,7 +419,13 @@ def of_dead_letter(attempt: Attempt, envelope: Envelope, queue: str, outcome: De
 def of_replay(envelope: Envelope) -> dict[str, object]:
     """The headers of a dead letter's new beginning."""
     history = _ending(envelope.history + _line("replayed", "attempts start again"))
-    return {ATTEMPT: None, CRASHES: None, EXPIRES_AT: None, HISTORY: history}
+    return {
+        ATTEMPT: None,
+        CRASHES: None,
+        EXPIRES_AT: None,
+        DUE_AT: microseconds(datetime.now(UTC)),
+        HISTORY: history,
+    }
 
 
 def _line(what: str, failure: str) -> str:
