@@ -16,7 +16,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from outbox import Binding, Message, Outbox
 from outbox.core.attempt import Done, RetryIn
-from outbox.core.dead_letter import DeadLetters
+from outbox.core.dead_letter import DeadLetters, Filter
 from outbox.core.store import Claim, Store, Wanted
 from outbox.core.transport import Transport
 from outbox.shutdown import Shutdown
@@ -285,6 +285,7 @@ def calls() -> Iterator[tuple[str, Operation]]:
     yield "Store.examine", lambda stage: stage.store.examine()
     yield "Store.find", lambda stage: stage.store.find("nobody")
     yield "DeadLetters.list", lambda stage: stage.outbox.dead_letters.list()
+    yield "DeadLetters.chosen", lambda stage: stage.outbox.dead_letters.chosen(Filter())
 
 
 COLD = (

@@ -13,7 +13,7 @@ import pytest
 from sqlalchemy import update
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from outbox import LeaseLost, Listener, Outbox, listen
+from outbox import NEVER, LeaseLost, Listener, Outbox, listen
 from outbox.core.attempt import Done
 from outbox.inbound.inbox import Inbox
 from outbox.transports.database import DatabaseDelivery, DatabaseTransport
@@ -45,7 +45,7 @@ async def consuming(outbox: Outbox) -> AsyncIterator[DatabaseTransport]:
 
 
 def handle(connection: Any, outbox: Outbox, delivery: DatabaseDelivery) -> None:
-    with Inbox(outbox.store).entered(connection, "q", delivery):
+    with Inbox(outbox.store, NEVER).entered(connection, "q", delivery):
         pass
 
 
