@@ -20,8 +20,10 @@ PAGE = Path(__file__).with_name("configuration.md")
 # Where the comment in the code is the default and nothing more.
 MEANINGS = {
     "queue": "where its messages wait; choose a name that outlives the code's own",
-    "retry_delays": "the delays between attempts: a sequence, a RetryPolicy, or a function",
-    "timeout": "how long one attempt may take",
+    "retry_delays": "the delays between attempts: a sequence, a RetryPolicy, a function, or one of these by error",
+    "timeout": "how long one attempt may take: a duration, or a function of the message",
+    "isolation_level": "that of the listener's transaction: its name, or a function of the message",
+    "session_factory": "where its sessions come from: a URL, a factory, or a function of the message",
     "lease": "how long a claim on this queue holds without a sign of life",
 }
 
@@ -99,7 +101,7 @@ def page() -> str:
         settings=_table(("option", "default", "variable", "what it is, and when to change it"), _settings()),
         listener=_table(("option", "default", "meaning"), _options(Listener, skipped=("binding_key", "callback"))),
         shapes=_table(("made by", "delays"), _shapes()),
-        policy=_table(("option", "default", "meaning"), _options(RetryPolicy, skipped=("shape", "regular"))),
+        policy=_table(("option", "default", "meaning"), _options(RetryPolicy, skipped=("shape", "regular", "choices"))),
     )
 
 
@@ -122,7 +124,7 @@ def _options(kind: type, skipped: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
 
 
 def _shapes() -> Iterator[tuple[str, str]]:
-    for name in ("sequence", "constant", "linear", "exponential", "calling"):
+    for name in ("sequence", "constant", "linear", "exponential", "calling", "by_error"):
         method = getattr(RetryPolicy, name)
         parameters = inspect.signature(method).parameters.values()
         shown = [str(each.replace(annotation=each.empty)) for each in parameters if each.kind != each.VAR_KEYWORD]

@@ -37,6 +37,7 @@ from outbox.core.listener import Listener, listen
 from outbox.core.message import Message
 from outbox.core.retry import RetryPolicy
 from outbox.core.store import Backlog, Difference, QueueBacklog, StoredMessage
+from outbox.core.strategy import FailedAttempt
 from outbox.core.tracking import get_tracking_ids, tracking
 from outbox.instance import Outbox
 
@@ -71,6 +72,7 @@ __all__ = [
     "DatabaseSilent",
     "DeadLetter",
     "Difference",
+    "FailedAttempt",
     "HeaderInvalid",
     "HeadersTooLarge",
     "KeyInvalid",

@@ -23,14 +23,17 @@ from outbox.core.listener import Listener, check_listeners
 from outbox.core.message import Message
 from outbox.core.store import Backlog, Difference, Store, StoredMessage
 from outbox.core.transport import Awaited, Defaults, Naming, Transport
-from outbox.engines import Engines
+from outbox.engines import Engines, ListenerSessions
 from outbox.inbound.batch_handling import BatchHandling
 from outbox.inbound.batch_inbox import BatchInbox
 from outbox.inbound.calling import SESSION_TIME_LIMIT, Call
+from outbox.inbound.conflicts import Conflicts
+from outbox.inbound.failing import Failing
 from outbox.inbound.handling import Handling
 from outbox.inbound.inbox import Inbox
 from outbox.inbound.receiving import Receiver, Unwanted
 from outbox.inbound.storing import Sources, Storing, as_storage, stored_first
+from outbox.inbound.strategies import Isolation
 from outbox.inbound.threads import Threads
 from outbox.inbound.worker import Handler, Source, Worker
 from outbox.observers import Observers
@@ -394,7 +397,7 @@ class Outbox:
     async def _worker(self, transport: Transport, listeners: Sequence[Listener], stack: AsyncExitStack) -> Worker:
         if not transport.features.consumes:
             raise ConfigurationError(f"the transport {transport.name!r} only publishes: a worker cannot take from it")
-        threads = Threads(sum(listener.concurrency for listener in listeners))
+        threads = Threads(sum(listener.concurrency * (1 if listener.on_error is None else 2) for listener in listeners))
         stack.callback(threads.shutdown)
         handlings = {listener: self._handling(listener, threads) for listener in listeners}
         await transport.declare(listeners)
@@ -414,6 +417,7 @@ class Outbox:
         for listener in _to_store(transport, listeners):
             each = Storing(
                 self.store,
+                Inbox(self.store, settings.inbox_retention),
                 listener.queue,
                 batch_size=settings.batch_size,
                 redact_error=settings.redact_error or str,
@@ -432,25 +436,42 @@ class Outbox:
             grace=settings.duration("grace"),
             observe=self._observe,
             watches=watches,
+            restart_delay=settings.restart_delay,
         )
 
     def _handling(self, listener: Listener, threads: Threads) -> Handling:
         settings = self.settings
         has_database = self.engines.configured
-        sessions = self.engines.sessions(self.store) if has_database else None
+        sessions = self.engines.sessions(self.store, listener) if has_database else None
         takes_lists = listener.batch is not None
         kind_of_inbox = BatchInbox if takes_lists else Inbox
         inbox = kind_of_inbox(self.store, settings.inbox_retention) if has_database else None
+        conflicts = Conflicts(self.store, listener.queue, self._observe) if has_database else None
         transport = self.transport
         queue_name = transport.queue_name(listener.queue) if isinstance(transport, Naming) else None
-        call = Call(listener, sessions, inbox, threads, self._session_time_limit(listener), queue_name)
-        if call.in_transaction and not has_database:
+        call = Call(
+            listener,
+            sessions,
+            inbox,
+            threads,
+            self._session_time_limit(listener),
+            queue_name,
+            unrenewed_lease=self._unrenewed_lease(listener),
+            isolation_of=Isolation(listener, self.store) if listener.isolation_level is not None else None,
+            conflicts=conflicts,
+        )
+        if (call.in_transaction or listener.on_error) and not has_database:
             raise ConfigurationError(f"{listener.queue} asks for a session, but no database is set up")
         if listener.store_first and not has_database:
             raise ConfigurationError(f"{listener.queue}: store_first=True, but no database is set up to store in")
-        if call.in_transaction:
-            self._check_time_limit(listener)
-        if call.arguments.session is Session:
+        if not call.in_transaction and (
+            listener.isolation_level or (listener.session_factory and not listener.on_error)
+        ):
+            raise ConfigurationError(
+                f"{listener.queue} asks for no session: give its callback an argument annotated AsyncSession or "
+                "Session, or leave out isolation_level and session_factory"
+            )
+        if call.arguments.session is Session or (listener.on_error and not call.arguments.is_async):
             self.engines.synchronous  # noqa: B018 - a missing driver is said before any message is touched
         return (BatchHandling if takes_lists else Handling)(
             listener,
@@ -458,7 +479,16 @@ class Outbox:
             retry_policy=listener.retry_policy or settings.policy("retry_delays"),
             redact_error=settings.redact_error or str,
             observe=self._observe,
+            failing=self._failing(listener, sessions, threads, conflicts),
         )
+
+    def _failing(
+        self, listener: Listener, sessions: ListenerSessions | None, threads: Threads, conflicts: Conflicts | None
+    ) -> Failing | None:
+        if listener.on_error is None or sessions is None or conflicts is None:
+            return None
+        limit = listener.time_limit or self._session_time_limit(listener)
+        return Failing(listener, listener.on_error, sessions, threads, conflicts, limit=limit, observe=self._observe)
 
     def _session_time_limit(self, listener: Listener) -> timedelta:
         """The default for a listener's transaction: shorter than a lease that it keeps from being renewed."""
@@ -466,14 +496,11 @@ class Outbox:
             return SESSION_TIME_LIMIT
         return min(SESSION_TIME_LIMIT, self._lease_of(listener) * 0.75)
 
-    def _check_time_limit(self, listener: Listener) -> None:
-        limit, lease = listener.time_limit, self._lease_of(listener)
-        if limit is not None and limit >= lease and not self.store.writes_side_by_side:
-            raise ConfigurationError(
-                f"{listener.queue}: timeout={limit.total_seconds():g} s is not shorter than its lease of "
-                f"{lease.total_seconds():g} s. SQLite lets nobody write while a listener's transaction is open, not "
-                "even the renewal of its lease: lower the timeout or raise the lease"
-            )
+    def _unrenewed_lease(self, listener: Listener) -> timedelta | None:
+        """A lease that the listener's own transaction keeps from being renewed."""
+        if not self.engines.configured or self.store.writes_side_by_side:
+            return None
+        return self._lease_of(listener)
 
     def _lease_of(self, listener: Listener) -> timedelta:
         return listener.lease_time or self.settings.duration("lease")
@@ -538,6 +565,7 @@ class Outbox:
             observe=self._observe,
             name=name,
             back=back,
+            restart_delay=self.settings.restart_delay,
             side_by_side=side_by_side,
         )
 

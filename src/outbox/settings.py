@@ -17,13 +17,12 @@ from outbox.core.durations import IMMEDIATELY, NEVER, Retention, Seconds, as_del
 from outbox.core.errors import ConfigurationError, TimeInvalid
 from outbox.core.events import Observer
 from outbox.core.message import LARGEST_BODY
-from outbox.core.retry import RetryFunction, RetryPolicy, as_retry_policy
+from outbox.core.pace import RestartDelay, check_restart_delay
+from outbox.core.retry import RetryDelays, RetryPolicy, as_retry_policy
 from outbox.core.store import DISCARD
 from outbox.stores.tables import LONGEST_SCHEMA, LONGEST_TABLE, check_identifier
 
 PREFIX = "OUTBOX_"
-
-RetryDelays = RetryPolicy | Sequence[Seconds] | RetryFunction
 
 
 def _option(
@@ -147,6 +146,13 @@ class Settings:
         shown="exponential from 1 s to 5 min, with jitter, without end",
         parse=_numbers,
     )
+    restart_delay: RestartDelay | None = _option(
+        None,
+        "Pause of a relay or worker after an error of its database or broker: a duration, or a function of how many "
+        "came in a row and of the last one.",
+        shown="from 0.2 s, doubling up to 10 s or, for a relay, 30 s",
+        parse=parse_duration,
+    )
     expiration: Seconds | None = _option(
         None,
         "How long messages are worth delivering, from when they are due. Past it they are dead letters.",
@@ -213,6 +219,8 @@ class Settings:
         relay = self.relay_retry_delays
         endless = RetryPolicy.exponential(1, 2, cap=timedelta(minutes=5), jitter=0.2)
         self._set("relay_retry_delays", endless if relay is None else as_retry_policy(relay))
+        if self.restart_delay is not None:
+            check_restart_delay(self.restart_delay)
         self._check_unroutable()
 
     def __repr__(self) -> str:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import pytest
 from pydantic import BaseModel
 from sqlalchemy.ext.asyncio import AsyncSession
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, sessionmaker
 
 from outbox import ConfigurationError, Listener, Message, Undecodable, listen
 from outbox.core.attempt import Released, RetryIn
@@ -56,6 +57,26 @@ async def call(callback: Callable[..., Any], *bodies: bytes) -> Together:
 def test_a_batch_is_a_number_of_messages(batch: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"orders: batch=.*at least 1"):
         listen("order.*", queue="orders", batch=batch)(print)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"lane": "one"}, "in lists or in lanes: remove batch= or lane="),
+        ({"lane": lambda message: message.key}, "in lists or in lanes"),
+        ({"timeout": lambda message: 1}, "timeout is a function of one message, and batch=10 gives many to one call"),
+        ({"isolation_level": lambda message: None}, "isolation_level is a function of one message"),
+        ({"session_factory": lambda message: None}, "session_factory is a function of one message"),
+    ],
+)
+def test_what_depends_on_one_message_does_not_go_with_lists(options: Any, text: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"orders: .*{text}"):
+        listen("order.*", queue="orders", batch=10, **options)(print)
+
+
+def test_the_same_for_all_messages_goes_with_lists() -> None:
+    options: Any = {"timeout": 1, "isolation_level": "SERIALIZABLE", "session_factory": sessionmaker()}
+    assert Listener("order.*", print, batch=10, **options).time_limit == timedelta(seconds=1)
 
 
 def takes_one(order: Order) -> None: ...
@@ -181,7 +202,7 @@ async def test_a_body_that_does_not_fit_is_said_of_that_one() -> None:
     listener = Listener("order.*", callback, queue="orders", batch=10)
     arguments = BatchArguments.of(listener)
     good, bad = await deliveries(listener, b'{"id":1}', b'{"id":"x"}')
-    assert arguments.part(good).body == Order(id=1)
+    assert arguments.part(good).body() == Order(id=1)
     with pytest.raises(Undecodable):
         arguments.part(bad)
 

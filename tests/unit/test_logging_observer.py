@@ -14,6 +14,7 @@ from outbox.core.events import (
     Advised,
     Bound,
     CleanedUp,
+    Conflicted,
     Emitted,
     Event,
     Handled,
@@ -84,6 +85,12 @@ CASES: list[Any] = [
         id="undecodable",
     ),
     pytest.param(Bound(Binding("billing", "order.*")), logging.DEBUG, ["billing", "order.*"], id="bound"),
+    pytest.param(
+        Conflicted("billing", ATTEMPT, 2, OSError("could not serialize"), timedelta(milliseconds=20)),
+        logging.INFO,
+        ["run 2", "order.created", "billing", "20ms", "could not serialize"],
+        id="conflicted",
+    ),
     pytest.param(
         StillRunning("billing", ATTEMPT, timedelta(minutes=16)),
         logging.WARNING,

@@ -207,3 +207,36 @@ def test_errors_may_be_listed_as_one_likes() -> None:
     policy = RetryPolicy.constant(1, only=[OSError, KeyError])
     assert policy.delay(1, KeyError("x")) is not None
     assert policy.delay(1, ValueError()) is None
+
+
+class Overloaded(ConnectionError): ...
+
+
+BY_ERROR = RetryPolicy.by_error({OSError: (1, 2), Overloaded: RetryPolicy.constant(60), Exception: ()})
+
+
+@pytest.mark.parametrize(
+    ("error", "delays"),
+    [
+        (OSError(), [1, 2, None]),
+        (ConnectionError(), [1, 2, None]),
+        (Overloaded(), [60, 60, 60]),
+        (ValueError(), [None, None, None]),
+        (KeyboardInterrupt(), [None, None, None]),
+        (Reject(), [None, None, None]),
+    ],
+)
+def test_the_nearest_class_of_an_error_decides(error: BaseException, delays: list[int | None]) -> None:
+    said = [BY_ERROR.delay(attempt, error) for attempt in (1, 2, 3)]
+    assert said == [None if delay is None else timedelta(seconds=delay) for delay in delays]
+
+
+def test_the_delays_of_a_policy_by_error_can_be_listed_if_all_of_its_parts_can() -> None:
+    assert BY_ERROR.known_delays() == tuple(timedelta(seconds=delay) for delay in (1, 2, 60))
+    assert RetryPolicy.by_error({OSError: lambda attempt, error: 1, Exception: ()}).known_delays() is None
+    assert RetryPolicy.by_error({Exception: (1,)}, jitter=0.5).known_delays() is None
+
+
+def test_options_hold_for_a_policy_by_error_as_a_whole() -> None:
+    policy = RetryPolicy.by_error({Exception: RetryPolicy.constant(60)}, attempts=2, cap=5)
+    assert (policy.delay(1, OSError()), policy.delay(2, OSError())) == (timedelta(seconds=5), None)

@@ -228,6 +228,29 @@ async def test_a_message_that_is_older_than_the_inbox_is_dead_until_it_is_replay
     assert await written(outbox, effects) == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("batch", [None, 10])
+async def test_a_message_whose_id_cannot_be_entered_is_dead_and_spoils_no_other(
+    make_outbox: MakeOutbox, effects: Table, recorder: Recorder, broker: str, batch: int | None
+) -> None:
+    outbox = make_outbox(transport=broker, observers=[recorder])
+    await make_table(outbox, effects)
+
+    async def one(number: int, session: AsyncSession) -> None:
+        await session.execute(insert(effects).values(n=number))
+
+    async def many(numbers: list[int], session: AsyncSession) -> None:
+        await session.execute(insert(effects), [{"n": number} for number in numbers])
+
+    listener = Listener("#", one if batch is None else many, queue="q", batch=batch)
+    async with outbox.running(listeners=[listener]):
+        await outbox.transport.publish([order(1), order(2, tracking_ids=("a NUL: \x00",)), order(3)])
+        await recorder.wait_for(Handled, 3)
+        [letter] = await outbox.dead_letters.list(queue="q")
+    assert (letter.message.body, letter.reason, letter.attempt_count) == (b"2", Reason.UNDECODABLE, 1)
+    assert "a message id must not contain control characters" in letter.error
+    assert await written(outbox, effects) == [1, 3]
+
+
 async def test_what_needs_no_inbox_may_be_of_any_age(
     make_outbox: MakeOutbox, effects: Table, recorder: Recorder
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -205,6 +206,61 @@ async def test_a_message_that_cannot_be_stored_is_a_dead_letter_of_the_broker_an
     assert (letter.message, letter.queue, letter.reason) == (bad, "orders", Reason.REFUSED)
     assert "the database cannot hold it" in letter.error
     assert await entries(outbox) == 3
+
+
+async def test_a_message_that_is_older_than_the_inbox_is_not_stored_until_it_is_replayed(
+    outbox: Outbox, transport: MemoryTransport, listener: Listener, arrivals: Arrivals, recorder: Recorder
+) -> None:
+    await transport.declare([listener])
+    old = order(1, created_at=datetime.now(UTC) - timedelta(days=31))
+    await transport.publish([old, order(2)])
+    async with outbox.running(listeners=[listener]):
+        assert await arrival(arrivals) == 2
+        [letter] = await eventually(lambda: transport.dead_letters.list())
+        assert (letter.message, letter.queue, letter.reason) == (old, "orders", Reason.EXPIRED)
+        assert "inbox_retention=30d" in letter.error
+        assert await entries(outbox) == 1
+        assert await transport.dead_letters.replay([letter.id]) == 1
+        assert await arrival(arrivals) == 1
+    assert await entries(outbox) == 2
+
+
+async def test_a_listener_with_lists_has_them_from_the_database(
+    outbox: Outbox, transport: MemoryTransport, arrivals: Arrivals, recorder: Recorder
+) -> None:
+    @listen("order.*", queue="orders", store_first=True, batch=10)
+    async def many(numbers: list[int]) -> None:
+        for number in numbers:
+            arrivals.put_nowait(number)
+
+    await transport.declare([many])
+    await transport.publish([order(number) for number in range(5)])
+    async with outbox.running(listeners=[many]):
+        assert {await arrival(arrivals) for _ in range(5)} == set(range(5))
+        await nothing_is_left(outbox, transport)
+    assert sum(event.stored for event in recorder.of(Received)) == 5
+
+
+async def test_a_listener_with_lanes_keeps_none_of_its_messages_from_being_stored(
+    outbox: Outbox, transport: MemoryTransport, arrivals: Arrivals
+) -> None:
+    release = asyncio.Event()
+
+    @listen("order.*", queue="orders", store_first=True, lane="one")
+    async def slow(number: int) -> None:
+        await release.wait()
+        arrivals.put_nowait(number)
+
+    await transport.declare([slow])
+    await transport.publish([order(number) for number in range(5)])
+
+    async def all_are_stored() -> bool:
+        return await entries(outbox) == 5
+
+    async with outbox.running(listeners=[slow]):
+        await eventually(all_are_stored)
+        release.set()
+        assert {await arrival(arrivals) for _ in range(5)} == set(range(5))
 
 
 @pytest.mark.parametrize("database_url", ["postgresql+asyncpg", "postgresql+psycopg"], indirect=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import StrEnum
+from typing import ClassVar
 
 from outbox.core.message import Message
 
@@ -40,23 +41,27 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class RetryIn:
-    """It failed and is due again after the delay."""
+    """It failed and is due again after the delay. `in_transaction`: the one of `on_error` has already written so."""
 
     delay: timedelta
     error: str
+    in_transaction: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Dead:
-    """Nobody will try it again."""
+    """Nobody will try it again. `in_transaction`: the one of `on_error` has already written so."""
 
     reason: Reason
     error: str = ""
+    in_transaction: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Released:
     """It was given back untried: no attempt, no start, due at once."""
+
+    in_transaction: ClassVar[bool] = False
 
 
 Outcome = Done | RetryIn | Dead | Released

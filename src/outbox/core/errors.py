@@ -28,6 +28,17 @@ Reject                          raised by listeners: no retries, straight to the
 NotAtomicWarning                an emit that no transaction protects
 """
 
+from collections.abc import Iterator
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, and what it was raised from: SQLAlchemy's, the driver's own."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__
+
 
 def named(value: object) -> str:
     """A value in an error's text: short, and never an error itself."""

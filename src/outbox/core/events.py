@@ -72,6 +72,17 @@ class Handled:
 
 
 @dataclass(frozen=True, slots=True)
+class Conflicted:
+    """The database could not fit a listener's transaction between others; it runs again, which is no new attempt."""
+
+    queue: str
+    attempt: Attempt
+    run: int
+    error: BaseException
+    pause: timedelta
+
+
+@dataclass(frozen=True, slots=True)
 class StillRunning:
     """A listener has been at one message for very long."""
 
@@ -139,6 +150,7 @@ Event = (
     | Received
     | Relayed
     | Handled
+    | Conflicted
     | StillRunning
     | LeaseWasLost
     | CleanedUp

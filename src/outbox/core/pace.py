@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
+
+from outbox.core.durations import Seconds, as_delay, configured
+from outbox.core.errors import ConfigurationError
+
+RestartDelay = Seconds | Callable[[int, BaseException], Seconds | None]
+
 SHORTEST = 0.05  # seconds: what follows something often follows it closely
 
 
@@ -22,3 +30,35 @@ class Pace:
         pause = self._next
         self._next = min(self._longest, self._next * 2)
         return pause
+
+
+class Trouble:
+    """Pauses after errors, each twice as long as the one before; or those that somebody chose."""
+
+    def __init__(self, longest: float, shortest: float, chosen: RestartDelay | None) -> None:
+        self._pace = Pace(longest, shortest)
+        self._chosen = chosen
+        self._count = 0
+
+    def reset(self) -> None:
+        """It works again."""
+        self._count = 0
+        self._pace.reset()
+
+    def pause(self, error: BaseException, at_most: float | None = None) -> float:
+        """The pause after this error, in seconds; one that was chosen has no limit."""
+        self._count += 1
+        growing = self._pace.pause()
+        with suppress(Exception):  # a function that cannot say leaves it to us
+            said = self._chosen(self._count, error) if callable(self._chosen) else self._chosen
+            if said is not None:
+                return as_delay(said).total_seconds()
+        return growing if at_most is None else min(growing, at_most)
+
+
+def check_restart_delay(chosen: RestartDelay) -> None:
+    """Refuse what is neither a duration nor a function."""
+    if callable(chosen):
+        return
+    if configured(as_delay, chosen, what="restart_delay").total_seconds() < SHORTEST:
+        raise ConfigurationError(f"restart_delay={chosen!r}: at least {SHORTEST:g} s, or errors come without a pause")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Self
@@ -12,7 +12,6 @@ from outbox.core.durations import LONGEST, NO_DELAY, Seconds, as_delay, configur
 from outbox.core.errors import ConfigurationError, Reject
 
 RetryFunction = Callable[[int, BaseException], Seconds | None]
-RetryDelays = "RetryPolicy | Sequence[Seconds] | RetryFunction"
 
 MOST_KNOWN = 24  # distinct delays that a policy lists beforehand: more are as good as unknown
 _FAR = 1000  # attempts after which a policy has shown all that it does
@@ -33,6 +32,7 @@ class RetryPolicy:
     only: tuple[type[BaseException], ...] = ()  # retry these errors and no others; empty: all
     never: tuple[type[BaseException], ...] = ()  # do not retry these errors
     regular: bool = False  # the attempt's number alone decides, before jitter
+    choices: tuple[RetryPolicy, ...] = ()  # the error alone decides which of these it is
 
     def __post_init__(self) -> None:
         if self.attempts is not None and (not isinstance(self.attempts, int) or self.attempts < 1):
@@ -84,6 +84,21 @@ class RetryPolicy:
 
         return cls._with(shape, options)
 
+    @classmethod
+    def by_error(cls, policies: Mapping[type[Exception], RetryDelays], **options: object) -> Self:
+        """For each class of errors a policy of its own; the nearest class counts, `Exception` is for all others."""
+        chosen = {kind: as_retry_policy(policy) for kind, policy in policies.items()}
+        if not all(isinstance(kind, type) and issubclass(kind, Exception) for kind in chosen):
+            raise ConfigurationError(f"retry_delays by error: exception classes as keys, not {[*chosen]!r}")
+        if Exception not in chosen:
+            raise ConfigurationError("retry_delays by error: say what becomes of all other errors, with Exception: (…)")
+
+        def shape(attempt_count: int, error: BaseException) -> timedelta | None:
+            kind = next((each for each in type(error).__mro__ if each in chosen), Exception)
+            return chosen[kind].delay(attempt_count, error)
+
+        return cls._with(shape, {**options, "choices": tuple(chosen.values())})
+
     def delay(self, attempt_count: int, error: BaseException) -> timedelta | None:
         """How long to wait after this attempt failed; None: never again."""
         if isinstance(error, Reject) or not self._retries(error):
@@ -98,6 +113,8 @@ class RetryPolicy:
 
     def known_delays(self) -> tuple[timedelta, ...] | None:
         """Each delay that this policy can give, once; None: a function, jitter or sheer number leaves them open."""
+        if self.choices and not self.jitter and self.cap is None:
+            return _together([choice.known_delays() for choice in self.choices])
         if not self.regular or self.jitter:
             return None
         delays: dict[timedelta, None] = {}
@@ -149,18 +166,37 @@ class RetryPolicy:
         return replace(policy, **options)  # type: ignore[arg-type]
 
 
-def as_retry_policy(value: RetryPolicy | Sequence[Seconds] | RetryFunction) -> RetryPolicy:
+RetryDelays = (
+    RetryPolicy
+    | Sequence[Seconds]
+    | RetryFunction
+    | Mapping[type[Exception], RetryPolicy | Sequence[Seconds] | RetryFunction]
+)
+
+
+def as_retry_policy(value: RetryDelays) -> RetryPolicy:
     """A policy from any of the ways in which one may be written."""
     if isinstance(value, RetryPolicy):
         return value
+    if isinstance(value, Mapping):
+        return RetryPolicy.by_error(value)
     if callable(value):
         return RetryPolicy.calling(value)
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         return RetryPolicy.sequence(value)
     raise ConfigurationError(
-        f"retry_delays={value!r}: a sequence of seconds such as (1, 10, 60), a RetryPolicy, "
-        "or a function of the attempt's number and the error"
+        f"retry_delays={value!r}: a sequence of seconds such as (1, 10, 60), a RetryPolicy, a function of the "
+        "attempt's number and the error, or a mapping from classes of errors to one of these"
     )
+
+
+def _together(known: Sequence[tuple[timedelta, ...] | None]) -> tuple[timedelta, ...] | None:
+    delays: dict[timedelta, None] = {}
+    for each in known:
+        if each is None:
+            return None
+        delays.update(dict.fromkeys(each))
+    return tuple(delays) if len(delays) <= MOST_KNOWN else None
 
 
 def _times(start: timedelta, once: int, step: timedelta, count: int) -> timedelta:

@@ -49,6 +49,10 @@ class Claim(Protocol):
         """The statement that completes an attempt inside a listener's transaction; no row = lease lost, roll back."""
         ...
 
+    def conclude(self, connection: Connection, attempt: Attempt, outcome: Outcome) -> bool:
+        """Write how an attempt ended inside a caller's transaction; False = lease lost, roll back."""
+        ...
+
     def lease_on(self, attempt: Attempt) -> Lease:
         """What many of them are completed by at once, with `Store.complete`."""
         ...
@@ -239,6 +243,17 @@ class Store(Feed, Protocol):
 
     def explained(self, error: BaseException) -> TransactionError | None:
         """What a driver's own error for one of these means to the caller, if there is something to be done about it."""
+        ...
+
+    def is_conflict(self, error: BaseException) -> bool:
+        """Whether the database could not fit a transaction between others: run again, it may well succeed.
+
+        A serialization failure, a deadlock, a lock that somebody holds; of the error or of what it was raised from.
+        """
+        ...
+
+    def isolation(self, level: str) -> Mapping[str, Any]:
+        """What to tell a caller's connection, before it begins, to have a transaction isolated like this."""
         ...
 
     # Everything below runs on connections of the store's own.

@@ -7,7 +7,7 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
-from sqlalchemy import Executable
+from sqlalchemy import Connection, Executable
 
 from outbox.core.attempt import Attempt, Outcome
 from outbox.core.dead_letter import DeadLetters
@@ -73,6 +73,15 @@ class Delivery(Protocol):
 
     def settle(self, outcome: Outcome) -> Landing:
         """Say how it ended, once. Written in batches, nobody waits; False = the lease was lost and nothing written."""
+        ...
+
+
+@runtime_checkable
+class Concludable(Protocol):
+    """A delivery whose failure, too, can be written in a transaction of the worker's database."""
+
+    def conclude(self, connection: Connection, outcome: Outcome) -> bool:
+        """Write it on this connection, once; False = lease lost, roll back. `settle` is told afterwards."""
         ...
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
 from outbox.core.body import Decoder, decoder
+from outbox.core.callables import is_async
 from outbox.core.errors import ConfigurationError
 from outbox.core.listener import Listener
 from outbox.core.message import Message
@@ -151,10 +151,3 @@ def plain(annotation: Any) -> Any:
 def is_kind(annotation: object, kind: type) -> bool:
     """Whether an annotation is this class or one made from it."""
     return isinstance(annotation, type) and issubclass(annotation, kind)
-
-
-def is_async(callback: Callable[..., Any]) -> bool:
-    """Whether calling it gives something to await."""
-    while isinstance(callback, functools.partial):
-        callback = callback.func
-    return inspect.iscoroutinefunction(callback) or inspect.iscoroutinefunction(type(callback).__call__)

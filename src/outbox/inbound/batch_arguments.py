@@ -12,11 +12,12 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
 from outbox.core.body import Decoder, decoder
+from outbox.core.callables import is_async
 from outbox.core.errors import ConfigurationError
 from outbox.core.listener import Listener
 from outbox.core.message import Message
 from outbox.core.transport import Delivery
-from outbox.inbound.arguments import called, check_kind, is_async, is_kind, parameters, plain
+from outbox.inbound.arguments import called, check_kind, is_kind, parameters, plain
 from outbox.inbound.batches import Part, Together
 
 Filler = Callable[[Together], Any]
@@ -68,7 +69,7 @@ class BatchArguments:
 
     def part(self, delivery: Delivery) -> Part:
         """A delivery with its body; raises Undecodable."""
-        return Part(delivery, self._decode(delivery.attempt.message.body))
+        return Part(delivery, self._decode)
 
     def bind(self, delivery: Delivery) -> Any:
         """The values are made when the listener is called: until then some may turn out to be handled."""
@@ -93,7 +94,7 @@ async def _reported(together: Together, returned: Awaitable[object]) -> None:
 
 
 def _bodies(together: Together) -> list[Any]:
-    return [part.body for part in together.parts]
+    return [part.body() for part in together.parts]
 
 
 def _messages(together: Together) -> list[Message]:

@@ -17,8 +17,8 @@ from outbox.inbound import inbox
 from outbox.inbound.batch_arguments import BatchArguments
 from outbox.inbound.batch_inbox import Apart
 from outbox.inbound.batches import Batch, Part, Together
-from outbox.inbound.calling import ThreadTimeout
 from outbox.inbound.handling import Handling
+from outbox.inbound.threads import ThreadTimeout
 
 # These say nothing about any message.
 _OF_NO_MESSAGE = (inbox.Handled, inbox.NotStarted, inbox.CommitUnknown)
@@ -27,7 +27,7 @@ _OF_NO_MESSAGE = (inbox.Handled, inbox.NotStarted, inbox.CommitUnknown)
 class BatchHandling(Handling):
     """Runs a listener that takes lists, and says of each message how its attempt ended."""
 
-    async def handle(self, delivery: Delivery) -> None:
+    async def handle(self, delivery: Delivery, refusal: Exception | None = None) -> None:
         """Every delivery ends in exactly one outcome, whatever happens to the others. Runs as a task."""
         assert isinstance(delivery, Batch)  # noqa: S101 - a worker takes nothing else for this listener
         try:
@@ -61,9 +61,9 @@ class BatchHandling(Handling):
         if error is None:
             await self._end_well(together, began)
         elif isinstance(error, Apart):
-            for part in error.parts:
-                await self._end_by(part.delivery, error.error, began)
-            rest = [part for part in parts if part not in error.parts]
+            for part, its_own in error.errors.items():
+                await self._end_by(part.delivery, its_own, began)
+            rest = [part for part in parts if part not in error.errors]
             if rest:
                 await self._together(rest)
         elif len(parts) > 1 and _may_be_one_messages(error):
@@ -86,10 +86,10 @@ class BatchHandling(Handling):
         done = Done(in_transaction=self._call.in_transaction and together.is_under_leases)
         failed = {together.parts[position].delivery: error for position, error in together.failures.items()}
         for delivery in together.deliveries:
-            if delivery in failed:
-                await self._end_by(delivery, failed[delivery], began)
-            else:
+            if delivery not in failed:
                 self._end(delivery, done, None, began)
+        for delivery, error in failed.items():
+            await self._end_by(delivery, error, began)
 
     async def _end_by(self, delivery: Delivery, error: BaseException, began: float) -> None:
         outcome = await self._outcome_of(error, delivery)
@@ -104,7 +104,7 @@ class BatchHandling(Handling):
             for delivery in together.deliveries:
                 await self._end_by(delivery, error, began)
         if isinstance(error, ThreadTimeout):
-            await asyncio.wait([error.thread])  # the slot is free when the thread is
+            await error.end()  # the slot is free when the thread is
 
     def _tell(self, together: Together, error: BaseException) -> None:
         where = f"{len(together.deliveries)} messages of {self._listener.queue} together"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from sqlalchemy import Connection
@@ -10,16 +10,15 @@ from sqlalchemy import Connection
 from outbox.core.errors import LeaseLost
 from outbox.core.transport import Delivery
 from outbox.inbound.batches import Part, Together
-from outbox.inbound.inbox import Handled, Inbox, NotStarted
+from outbox.inbound.inbox import Handled, Inbox
 
 
 class Apart(Exception):
-    """Some of a list have an end of their own, by this error. The others are to be called again without them."""
+    """Some of a list have an end of their own, each by its error. The others are to be called again without them."""
 
-    def __init__(self, error: Exception, parts: Sequence[Part]) -> None:
-        super().__init__(str(error))
-        self.error = error
-        self.parts = parts
+    def __init__(self, errors: Mapping[Part, Exception]) -> None:
+        super().__init__(f"{len(errors)} of a list end by themselves")
+        self.errors = errors
 
 
 class BatchInbox(Inbox):
@@ -32,24 +31,24 @@ class BatchInbox(Inbox):
             yield
             self._complete(connection, queue, delivery)
         else:
-            self._check_ages(delivery.parts)
+            self._refuse(delivery.parts)
             self._enter(connection, queue, delivery)
             yield
             failed = [id for position, id in enumerate(delivery.message_ids) if position in delivery.failures]
             if failed:
                 self._store.forget(connection, queue, failed)
 
-    def _check_ages(self, parts: Sequence[Part]) -> None:
-        old = [part for part in parts if self.is_too_old(part.delivery.attempt.message)]
-        if old:
-            raise Apart(self.too_old(), old)
+    def _refuse(self, parts: Sequence[Part]) -> None:
+        """Take out those that cannot be entered."""
+        refusals = {part: self.refusal(part.delivery.attempt.message) for part in parts}
+        errors = {part: refusal for part, refusal in refusals.items() if refusal is not None}
+        if errors:
+            raise Apart(errors)
 
     def _enter(self, connection: Connection, queue: str, together: Together) -> None:
         """Enter all of them; those that were handled before are not for the listener."""
-        try:
+        with self._entering(queue):
             new = self._store.remember_all(connection, queue, together.message_ids)
-        except Exception as error:
-            raise NotStarted(f"no inbox for {queue}") from error
         if not new:
             raise Handled
         together.parts = [part for part in together.parts if part.delivery.attempt.message.id in new]
@@ -59,4 +58,5 @@ class BatchInbox(Inbox):
         lost = {lease.id for lease in ending} - (self._store.complete(connection, ending) if ending else set())
         if lost:
             parts = [part for part in together.parts if part.delivery.attempt.id in lost]
-            raise Apart(LeaseLost(f"{queue}: {len(lost)} leases ran out before their work committed"), parts)
+            error = LeaseLost(f"{queue}: {len(lost)} leases ran out before their work committed")
+            raise Apart(dict.fromkeys(parts, error))

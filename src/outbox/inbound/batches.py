@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from outbox.core.attempt import Attempt, Outcome, Released
+from outbox.core.body import Decoder
 from outbox.core.landing import Landing
 from outbox.core.store import Lease
 from outbox.core.transport import AtHand, Delivery, UnderLease
@@ -78,12 +78,20 @@ class Batches:
             await close()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """A delivery with its body as the listener wants it."""
+    """A delivery with its body as the listener wants it; raises Undecodable."""
 
-    delivery: Delivery
-    body: Any
+    def __init__(self, delivery: Delivery, decode: Decoder) -> None:
+        self.delivery = delivery
+        self._decode = decode
+        self._unused = [self._decoded()]
+
+    def body(self) -> Any:
+        """Another one for each call: a listener may have changed the last."""
+        return self._unused.pop() if self._unused else self._decoded()
+
+    def _decoded(self) -> Any:
+        return self._decode(self.delivery.attempt.message.body)
 
 
 class Together(Batch):

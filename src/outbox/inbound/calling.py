@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable
 from concurrent.futures import Executor
-from contextlib import AbstractAsyncContextManager, nullcontext
-from contextvars import copy_context
+from contextlib import AbstractAsyncContextManager
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
-from sqlalchemy import StaticPool
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
+from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
 from outbox.core.listener import Listener
+from outbox.core.message import Message
 from outbox.core.transport import Delivery
 from outbox.inbound.arguments import Arguments
 from outbox.inbound.batch_arguments import BatchArguments
-from outbox.inbound.inbox import Inbox, NotStarted, committing
-from outbox.inbound.own_end import OwnEnd
+from outbox.inbound.conflicts import Conflicts
+from outbox.inbound.inbox import Inbox
+from outbox.inbound.strategies import Isolation, TimeLimit
+from outbox.inbound.threads import Fence, run_in_thread
+from outbox.inbound.transactions import Around, Terms, transact, transact_in_thread
 
 SESSION_TIME_LIMIT = timedelta(seconds=15)  # a transaction that stays open longer holds up the whole database
 
@@ -28,19 +30,11 @@ SESSION_TIME_LIMIT = timedelta(seconds=15)  # a transaction that stays open long
 class Sessions(Protocol):
     """Where listeners' sessions come from."""
 
-    def asynchronous(self) -> AsyncSession: ...
+    def asynchronous(self, message: Message) -> AsyncSession: ...
 
-    def synchronous(self) -> Session: ...
+    def synchronous(self, message: Message) -> Session: ...
 
     def turn(self) -> AbstractAsyncContextManager[None]: ...
-
-
-class ThreadTimeout(TimeoutError):
-    """A plain function ran out of time. Its thread cannot be stopped: the slot stays taken until it ends."""
-
-    def __init__(self, limit: timedelta | None, thread: asyncio.Future[None]) -> None:
-        super().__init__(f"no end within {limit}")
-        self.thread = thread
 
 
 class Call:
@@ -54,6 +48,10 @@ class Call:
         executor: Executor,
         session_time_limit: timedelta = SESSION_TIME_LIMIT,
         queue_name: str | None = None,  # what the destination calls the listener's queue, if that is something else
+        *,
+        unrenewed_lease: timedelta | None = None,  # the one that a transaction of the listener must not outlast
+        isolation_of: Isolation | None = None,  # if it asks for a level of isolation
+        conflicts: Conflicts | None = None,
     ) -> None:
         of = Arguments.of if listener.batch is None else BatchArguments.of
         self.arguments: Arguments | BatchArguments = of(listener, queue_name)
@@ -65,7 +63,11 @@ class Call:
         self._limit = listener.time_limit
         if self._limit is None and self.arguments.session is not None:
             self._limit = session_time_limit
-        self._seconds = None if self._limit is None else self._limit.total_seconds()
+        limit_of = TimeLimit(listener, unrenewed_lease if self.in_transaction else None)
+        limit_of.check(listener.time_limit)
+        self._limit_of = limit_of if callable(listener.timeout) else None
+        self._isolation_of = isolation_of
+        self._conflicts = conflicts if self.in_transaction else None
 
     @property
     def in_transaction(self) -> bool:
@@ -74,85 +76,39 @@ class Call:
 
     async def __call__(self, delivery: Delivery) -> None:
         """Run to the end, or raise what went wrong. With a session, returning means committed."""
+        if self._conflicts is not None:
+            await self._conflicts.run(self._in_transaction, delivery)
+            return
         values = self.arguments.bind(delivery)
+        limit = self._limit if self._limit_of is None else self._limit_of(delivery.attempt.message, self._limit)
         if not self.arguments.is_async:
-            await self._in_thread(delivery, values)
-        elif self.arguments.session is not None:
-            async with self._turn():
-                await self._in_session(delivery, values)
-        elif self._seconds is not None:
-            async with asyncio.timeout(self._seconds):
+            await run_in_thread(self._executor, partial(self._without_session, values), limit)
+        elif limit is not None:
+            async with asyncio.timeout(limit.total_seconds()):
                 await self.arguments.call(self._callback, values)
         else:
             await self.arguments.call(self._callback, values)
 
-    async def _in_session(self, delivery: Delivery, values: dict[str, Any]) -> None:
-        sessions, inbox, queue = self._database()
-        session = sessions.asynchronous()
-        own_end = OwnEnd(session.sync_session)
-        try:
-            connection = await self._connected(session)
-            async with asyncio.timeout(self._seconds):
-                # The inbox speaks to a plain connection, and its two halves stand around the listener's await.
-                entering = inbox.entered(connection.sync_connection, queue, delivery)  # type: ignore[arg-type]
-                await connection.run_sync(lambda _: entering.__enter__())
-                await self.arguments.call(self._callback, values, session)
-                own_end.allow()
-                await session.flush()
-                await connection.run_sync(lambda _: entering.__exit__(None, None, None))
-            with committing():
-                await session.commit()
-        except (asyncio.CancelledError, TimeoutError):
-            await asyncio.shield(_cut(session))
-            raise
-        finally:
-            await asyncio.shield(session.close())
+    async def _in_transaction(self, delivery: Delivery) -> None:
+        message = delivery.attempt.message
+        values = self.arguments.bind(delivery)
+        limit = self._limit if self._limit_of is None else self._limit_of(message, self._limit)
+        terms = self._terms(message, limit)
+        sessions, around = self._database(delivery)
 
-    async def _connected(self, session: AsyncSession) -> AsyncConnection:
-        """The clock starts when there is a connection: waiting for one is not the listener's doing."""
-        try:
-            return await session.connection()
-        except Exception as error:
-            raise NotStarted(f"no connection for {self._listener.queue}") from error
+        def in_thread(fence: Fence) -> None:
+            transact_in_thread(sessions.synchronous(message), around, partial(self._plainly, values), terms, fence)
 
-    async def _in_thread(self, delivery: Delivery, values: dict[str, Any]) -> None:
-        loop = asyncio.get_running_loop()
-        started = asyncio.Event()
-
-        def work() -> None:
-            if self.arguments.session is None:
-                loop.call_soon_threadsafe(started.set)
-                self._plainly(values)
+        async with sessions.turn():
+            if self.arguments.is_async:
+                body = partial(self.arguments.call, self._callback, values)
+                await transact(sessions.asynchronous(message), around, body, terms)
             else:
-                self._in_plain_session(delivery, values, lambda: loop.call_soon_threadsafe(started.set))
+                await run_in_thread(self._executor, in_thread, limit)
 
-        async with self._turn():
-            thread = loop.run_in_executor(self._executor, copy_context().run, work)
-            beginning: list[asyncio.Future[Any]] = [thread, asyncio.ensure_future(started.wait())]
-            try:
-                await asyncio.wait(beginning, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                beginning[1].cancel()
-            done, _ = await asyncio.wait([thread], timeout=self._seconds)
-            if not done:
-                raise ThreadTimeout(self._limit, thread)
-            thread.result()
-
-    def _in_plain_session(self, delivery: Delivery, values: dict[str, Any], started: Callable[[], object]) -> None:
-        sessions, inbox, queue = self._database()
-        with sessions.synchronous() as session:
-            own_end = OwnEnd(session)
-            try:
-                connection = session.connection()
-            except Exception as error:
-                raise NotStarted(f"no connection for {queue}") from error
-            started()
-            with inbox.entered(connection, queue, delivery):
-                self._plainly(values, session)
-                own_end.allow()
-                session.flush()
-            with committing():
-                session.commit()
+    def _without_session(self, values: dict[str, Any], fence: Fence) -> None:
+        fence.started()
+        self._plainly(values)
 
     def _plainly(self, values: dict[str, Any], session: object = None) -> None:
         try:
@@ -163,20 +119,11 @@ class Call:
             returned.close()
             raise TypeError("the listener returned a coroutine that nobody awaits: make it `async def`")
 
-    def _turn(self) -> AbstractAsyncContextManager[None]:
-        return nullcontext() if self._sessions is None or not self.in_transaction else self._sessions.turn()
+    def _terms(self, message: Message, limit: timedelta | None) -> Terms:
+        options = None if self._isolation_of is None else self._isolation_of(message)
+        return Terms(self._listener.queue, None if limit is None else limit.total_seconds(), options)
 
-    def _database(self) -> tuple[Sessions, Inbox, str]:
+    def _database(self, delivery: Delivery) -> tuple[Sessions, Around]:
         assert self._sessions is not None and self._inbox is not None  # noqa: S101 - checked before the worker starts
-        return self._sessions, self._inbox, self._listener.queue
-
-
-async def _cut(session: AsyncSession) -> None:
-    """It may have been cut in the middle of a statement: such a connection is closed, not given back.
-
-    Unless it is the only one there is: a database in memory would end with it.
-    """
-    if isinstance(session.get_bind().engine.pool, StaticPool):
-        await session.rollback()
-    else:
-        await session.invalidate()
+        inbox, queue = self._inbox, self._listener.queue
+        return self._sessions, lambda connection: inbox.entered(connection, queue, delivery)

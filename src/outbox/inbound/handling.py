@@ -20,7 +20,9 @@ from outbox.core.retry import RetryPolicy
 from outbox.core.tracking import follow
 from outbox.core.transport import Delivery
 from outbox.inbound import inbox
-from outbox.inbound.calling import Call, ThreadTimeout
+from outbox.inbound.calling import Call
+from outbox.inbound.failing import Failing
+from outbox.inbound.threads import ThreadTimeout
 
 Redaction = Callable[[str], str]
 
@@ -40,15 +42,20 @@ class Handling:
         retry_policy: RetryPolicy,
         redact_error: Redaction,
         observe: Observer,
+        failing: Failing | None = None,  # for those with an `on_error`
     ) -> None:
         self._listener = listener
         self._call = call
         self._retry_policy = retry_policy
         self._redact_error = redact_error
         self._observe = observe
+        self._failing = failing
 
-    async def handle(self, delivery: Delivery) -> None:
-        """Every delivery ends in exactly one outcome, whatever the listener or the message does. Runs as a task."""
+    async def handle(self, delivery: Delivery, refusal: Exception | None = None) -> None:
+        """Every delivery ends in exactly one outcome, whatever the listener or the message does. Runs as a task.
+
+        A refusal is an error from before the listener could be called: the attempt has failed with it.
+        """
         attempt = delivery.attempt
         follow(attempt.message.tracking_ids)
         began = time.monotonic()
@@ -58,6 +65,8 @@ class Handling:
             outcome = Dead(Reason.CRASHED, f"its worker died or lost its lease {attempt.crash_count} times")
         else:
             try:
+                if refusal is not None:
+                    raise refusal
                 await self._call(delivery)
                 outcome = self._done(delivery)
             except KeyboardInterrupt:
@@ -68,7 +77,7 @@ class Handling:
         landed = partial(self._landed, attempt, outcome, error, time.monotonic() - began)
         delivery.settle(outcome).then(landed)
         if isinstance(error, ThreadTimeout):
-            await asyncio.wait([error.thread])  # the slot is free when the thread is
+            await error.end()  # the slot is free when the thread is
 
     def _done(self, delivery: Delivery) -> Outcome:
         if self._call.in_transaction and delivery.completion() is not None:
@@ -76,6 +85,16 @@ class Handling:
         return _DONE
 
     async def _outcome_of(self, error: BaseException, delivery: Delivery) -> Outcome:
+        outcome = await self._usual_outcome_of(error, delivery)
+        match outcome:
+            case Dead(reason=Reason.EXPIRED | Reason.UNDECODABLE):
+                return outcome  # no attempt: its listener was not called
+            case RetryIn() | Dead() if self._failing is not None:
+                return await self._failing.outcome(error, delivery, outcome)
+            case _:
+                return outcome
+
+    async def _usual_outcome_of(self, error: BaseException, delivery: Delivery) -> Outcome:
         match error:
             case inbox.Handled():
                 return _DONE

@@ -10,8 +10,8 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
 
 from outbox.core.durations import Retention, in_words
-from outbox.core.errors import LeaseLost
-from outbox.core.message import Message
+from outbox.core.errors import LeaseLost, MessageIdInvalid, Undecodable
+from outbox.core.message import Message, check_message_ids
 from outbox.core.store import Store
 from outbox.core.transport import Delivery
 
@@ -64,6 +64,16 @@ class Inbox:
             f"it is older than inbox_retention={age}: nobody knows whether it was handled; replay it if it was not"
         )
 
+    def refusal(self, message: Message) -> TooOld | Undecodable | None:
+        """Why there can be no entry for a message, if there cannot."""
+        if self.is_too_old(message):
+            return self.too_old()
+        try:
+            check_message_ids(message)
+        except MessageIdInvalid as error:
+            return Undecodable(str(error))
+        return None
+
     @contextmanager
     def entered(self, connection: Connection, queue: str, delivery: Delivery) -> Iterator[None]:
         """Around the listener, inside its transaction: it commits with the delivery's end, or not at all.
@@ -73,13 +83,12 @@ class Inbox:
         """
         completion = delivery.completion()
         if completion is None:
-            if self.is_too_old(delivery.attempt.message):
-                raise self.too_old()
+            refusal = self.refusal(delivery.attempt.message)
+            if refusal is not None:
+                raise refusal
             entry = self._store.remember(queue, delivery.attempt.message.id)
-            try:
+            with self._entering(queue):
                 is_new = self._store.write(connection, entry)
-            except Exception as error:
-                raise NotStarted(f"no inbox for {queue}") from error
             if not is_new:
                 raise Handled
             yield
@@ -89,3 +98,13 @@ class Inbox:
                 raise LeaseLost(
                     f"{queue}: the lease on {delivery.attempt.message.id} ran out before its work committed"
                 )
+
+    @contextmanager
+    def _entering(self, queue: str) -> Iterator[None]:
+        """Around the writing of entries: without them no listener is called."""
+        try:
+            yield
+        except Exception as error:
+            if self._store.is_conflict(error):
+                raise  # a copy was handled since this transaction's snapshot: the next run sees it
+            raise NotStarted(f"no inbox for {queue}") from error

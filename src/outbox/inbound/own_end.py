@@ -14,6 +14,7 @@ class OwnEnd:
     def __init__(self, session: Session) -> None:
         self._allowed = False
         self._rolled_back = False
+        self._ended = False
         event.listen(session, "before_commit", self._before_commit)
         event.listen(session, "after_rollback", self._after_rollback)
 
@@ -26,7 +27,13 @@ class OwnEnd:
             )
         self._allowed = True
 
+    def end(self) -> None:
+        """It is over: a task that the listener left behind commits nothing either."""
+        self._ended = True
+
     def _before_commit(self, session: Session) -> None:
+        if self._ended:
+            raise TransactionError("the listener's transaction has ended: whoever still has its session is too late")
         if not self._allowed and not session.in_nested_transaction():
             raise TransactionError(
                 "the listener committed its session: leave that to the worker, who commits it together with the end of "

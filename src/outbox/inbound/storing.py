@@ -15,6 +15,7 @@ from outbox.core.listener import Listener
 from outbox.core.pace import Pace
 from outbox.core.store import Receipt, Store
 from outbox.core.transport import Delivery, Transport
+from outbox.inbound.inbox import Inbox
 
 AGAIN = 0.1, 5.0  # seconds between two tries to store, doubling: the broker keeps what is not acknowledged
 NEVER_CONDEMNED = 2**31 - 1  # crashes: storing runs no listener, so a message cannot have caused one
@@ -24,9 +25,17 @@ class Storing:
     """Stores the deliveries of one queue, as many in a transaction as came while the last one was written."""
 
     def __init__(
-        self, store: Store, queue: str, *, batch_size: int, redact_error: Callable[[str], str], observe: Observer
+        self,
+        store: Store,
+        inbox: Inbox,
+        queue: str,
+        *,
+        batch_size: int,
+        redact_error: Callable[[str], str],
+        observe: Observer,
     ) -> None:
         self._store = store
+        self._inbox = inbox
         self._queue = queue
         self._batch_size = batch_size
         self._redact_error = redact_error
@@ -34,8 +43,11 @@ class Storing:
         self._waiting: list[tuple[Delivery, asyncio.Future[None]]] = []  # first come, first served
         self._writing: asyncio.Task[None] | None = None
 
-    async def handle(self, delivery: Delivery) -> None:
+    async def handle(self, delivery: Delivery, refusal: Exception | None = None) -> None:
         """Ends when the delivery is stored and settled. Whoever gives up on it gives it back unstored."""
+        if self._inbox.is_too_old(delivery.attempt.message):
+            self._bury(delivery, Dead(Reason.EXPIRED, str(self._inbox.too_old())))
+            return
         stored: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((delivery, stored))
         if self._writing is None or self._writing.done():
@@ -79,14 +91,13 @@ class Storing:
             if error is None:
                 delivery.settle(Done())
             else:
-                self._bury(delivery, error)
+                self._bury(delivery, Dead(Reason.REFUSED, self._redacted(error)))
             stored.set_result(None)
         count = len(receipt.stored)
         self._observe(Received(self._queue, count, duplicates=len(batch) - count - len(receipt.refused)))
 
-    def _bury(self, delivery: Delivery, error: str) -> None:
+    def _bury(self, delivery: Delivery, dead: Dead) -> None:
         """The broker keeps what the database cannot."""
-        dead = Dead(Reason.REFUSED, self._redacted(error))
         delivery.settle(dead).then(lambda landing: self._buried(delivery, dead, landing))
 
     def _redacted(self, error: str) -> str:
@@ -119,5 +130,14 @@ def stored_first(listener: Listener) -> Listener:
 
 
 def as_storage(listener: Listener, batch_size: int) -> Listener:
-    """What consumes the listener's queue for storing: one batch is gathered while another is written."""
-    return replace(listener, concurrency=2 * batch_size, max_crashes=NEVER_CONDEMNED)
+    """What consumes the listener's queue for storing: one batch is gathered while another is written.
+
+    Its other options are about handling, and handling is done from the database.
+    """
+    return Listener(
+        listener.binding_key,
+        listener.callback,
+        queue=listener.queue,
+        concurrency=2 * batch_size,
+        max_crashes=NEVER_CONDEMNED,
+    )

@@ -2,14 +2,70 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
+from contextvars import copy_context
+from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
+
+
+class ThreadTimeout(TimeoutError):
+    """A plain function ran out of time. Its thread cannot be stopped: the slot stays taken until it ends."""
+
+    def __init__(self, limit: timedelta | None, thread: asyncio.Future[None]) -> None:
+        super().__init__(f"no end within {limit}")
+        self._thread = thread
+
+    async def end(self) -> None:
+        """Wait for the thread; how it ends is of no interest any more."""
+        self._thread.add_done_callback(_seen)
+        await asyncio.wait([self._thread])
+
+
+class Fence:
+    """Between a thread's work and its commit: whoever comes first, the thread or the end of its time, has it."""
+
+    def __init__(self, started: Callable[[], object]) -> None:
+        self.started = started  # the thread says that its clock may start
+        self._first = threading.Lock()
+
+    def close(self) -> bool:
+        """The thread's time is over; says whether it was kept from committing."""
+        return self._first.acquire(blocking=False)
+
+    def pass_through(self) -> None:
+        """The thread is about to commit."""
+        if not self._first.acquire(blocking=False):
+            raise TimeoutError("its time was over before it could commit")
+
+
+async def run_in_thread(executor: Executor, work: Callable[[Fence], None], limit: timedelta | None) -> None:
+    """Run a function that says when its clock starts. One that takes too long goes on, but commits nothing."""
+    loop = asyncio.get_running_loop()
+    started = asyncio.Event()
+    fence = Fence(lambda: loop.call_soon_threadsafe(started.set))
+    thread = loop.run_in_executor(executor, copy_context().run, work, fence)
+    try:
+        beginning: list[asyncio.Future[Any]] = [thread, asyncio.ensure_future(started.wait())]
+        try:
+            await asyncio.wait(beginning, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            beginning[1].cancel()
+        done, _ = await asyncio.wait([thread], timeout=None if limit is None else limit.total_seconds())
+        if not done and fence.close():
+            raise ThreadTimeout(limit, thread)
+        await asyncio.wait([thread])  # it commits: nobody knows better than the thread how that ends
+    except asyncio.CancelledError:
+        fence.close()
+        thread.add_done_callback(_seen)
+        raise
+    thread.result()
 
 
 class Threads(Executor):
@@ -41,6 +97,12 @@ class Threads(Executor):
                 return
             work()
             self._idle.release()
+
+
+def _seen(ended: asyncio.Future[None]) -> None:
+    """Nobody waits for it any more, and asyncio complains of errors that nobody has looked at."""
+    if not ended.cancelled():
+        ended.exception()
 
 
 def _run(future: Future[Any], call: Callable[[], Any]) -> None:

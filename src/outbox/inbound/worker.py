@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -14,9 +14,10 @@ from outbox.core.cancellation import ABANDONED
 from outbox.core.errors import TransportClosed
 from outbox.core.events import Observer, StillRunning, Troubled
 from outbox.core.listener import Listener
-from outbox.core.pace import Pace
+from outbox.core.pace import RestartDelay, Trouble
 from outbox.core.transport import Delivery
 from outbox.inbound.batches import Batches
+from outbox.inbound.slots import Slots, Start, slots_for
 
 SHORTEST_TROUBLE, LONGEST_TROUBLE = 0.2, 10.0  # seconds of pause after an error, doubling
 LAST_WORDS = 2.0  # seconds that an abandoned listener has to clean up after itself
@@ -32,7 +33,7 @@ class Source(Protocol):
 class Handler(Protocol):
     """What is done with each of them."""
 
-    async def handle(self, delivery: Delivery) -> None: ...
+    async def handle(self, delivery: Delivery, refusal: Exception | None = None) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -46,22 +47,6 @@ class _Run:
     told: bool = False
 
 
-class _Slots:
-    """How many messages of a listener may be handled at once; one task waits for a free one."""
-
-    def __init__(self, count: int) -> None:
-        self.free = count
-        self._freed = asyncio.Event()
-
-    def release(self) -> None:
-        self.free += 1
-        self._freed.set()
-
-    async def one_free(self) -> None:
-        self._freed.clear()
-        await self._freed.wait()
-
-
 class Worker:
     """Serves listeners until it is told to stop, then lets the running ones end."""
 
@@ -73,7 +58,8 @@ class Worker:
         prefetch: int,
         grace: timedelta,
         observe: Observer,
-        watches: bool = True,  # whether one that runs for very long is worth a warning
+        watches: bool = True,  # whether a listener that runs for very long is told
+        restart_delay: RestartDelay | None = None,
     ) -> None:
         self._watches = watches
         self._source = source
@@ -81,6 +67,7 @@ class Worker:
         self._prefetch = prefetch
         self._grace = grace
         self._observe = observe
+        self._restart_delay = restart_delay
         self._running: set[_Run] = set()
 
     async def run(self, stop: asyncio.Event, abandon: asyncio.Event) -> int:
@@ -106,51 +93,56 @@ class Worker:
 
     async def _serve(self, listener: Listener) -> None:
         """Take deliveries for one listener; after an error, take them anew."""
-        trouble = Pace(LONGEST_TROUBLE, SHORTEST_TROUBLE)
-        slots = _Slots(listener.concurrency)
+        trouble = Trouble(LONGEST_TROUBLE, SHORTEST_TROUBLE, self._restart_delay)
+        slots = slots_for(listener, self._starting(listener))
         while True:
             try:
                 await self._take(listener, slots, trouble)
             except TransportClosed:
                 raise
             except Exception as error:  # noqa: BLE001 - a worker outlives whatever its transport throws
-                pause = trouble.pause()
+                pause = trouble.pause(error)
                 self._observe(Troubled(f"worker of {listener.queue}", error, timedelta(seconds=pause)))
                 await asyncio.sleep(pause)
 
-    async def _take(self, listener: Listener, slots: _Slots, trouble: Pace) -> None:
+    async def _take(self, listener: Listener, slots: Slots, trouble: Trouble) -> None:
         deliveries = self._source.consume(listener, self._prefetch)
         if listener.batch is not None:
             deliveries = Batches(deliveries, listener.batch)
-        handle = self._handlings[listener].handle
-        start = asyncio.get_running_loop().create_task
         try:
             while True:
                 if not slots.free:
                     await slots.one_free()
                 delivery = await anext(deliveries)
                 trouble.reset()
-                slots.free -= 1
-                run = _Run(listener.queue, delivery.attempt, time.monotonic())
-                self._running.add(run)
-                run.task = start(self._run(run, handle, delivery, slots))
+                slots.take(delivery)
         finally:
+            slots.give_back()
             close = getattr(deliveries, "aclose", None)
             if close is not None:
                 await close()
 
-    async def _run(
-        self, run: _Run, handle: Callable[[Delivery], Awaitable[None]], delivery: Delivery, slots: _Slots
-    ) -> None:
+    def _starting(self, listener: Listener) -> Start:
+        queue, handle = listener.queue, self._handlings[listener].handle
+        create_task = asyncio.get_running_loop().create_task
+
+        def start(slots: Slots, delivery: Delivery, refusal: Exception | None) -> None:
+            run = _Run(queue, delivery.attempt, time.monotonic())
+            self._running.add(run)
+            run.task = create_task(self._run(run, handle(delivery, refusal), delivery, slots))
+
+        return start
+
+    async def _run(self, run: _Run, handling: Awaitable[None], delivery: Delivery, slots: Slots) -> None:
         """A task of its own for each delivery: what a listener leaves in its context is gone with it."""
         try:
-            await handle(delivery)
+            await handling
         except Exception as error:  # noqa: BLE001 - a fault of ours, not the listener's
             delivery.settle(Released())  # without an end it would be held for ever
             self._observe(Troubled(f"handling of {delivery.attempt.message.id}", error, timedelta(0)))
         finally:
             self._running.discard(run)
-            slots.release()
+            slots.release(delivery)
 
     async def _watch(self) -> None:
         """Say once of each listener that it runs for very long: the next thing it meets is a broker's own limit."""

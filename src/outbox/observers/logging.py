@@ -10,6 +10,7 @@ from outbox.core.events import (
     Advised,
     Bound,
     CleanedUp,
+    Conflicted,
     Emitted,
     Event,
     Handled,
@@ -57,6 +58,16 @@ class LoggingObserver:
                     logger.debug("stored %d message(s) in %s, %d were there before", stored, queue, duplicates)
             case LeaseWasLost():
                 self._lease_lost(event)
+            case Conflicted(queue, attempt, run, error, pause):
+                logger.info(
+                    "run %d of %s %s from %s collided with another transaction, again in %s: %s",
+                    run,
+                    attempt.message.routing_key,
+                    attempt.message.id,
+                    queue,
+                    in_words(pause),
+                    _words(error),
+                )
             case StillRunning(queue, attempt, duration):
                 message = attempt.message
                 logger.warning(

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from outbox.core.errors import TransportClosed, TransportUnavailable
 from outbox.core.events import Observer, Troubled
-from outbox.core.pace import Pace
+from outbox.core.pace import Pace, RestartDelay, Trouble
 
 SHORTEST_TROUBLE, LONGEST_TROUBLE = 0.2, 30.0  # seconds of pause after an error, doubling
 LONGEST_AWAY = 2.0  # seconds of pause while the destination is away: nothing was asked of it, so asking costs nothing
@@ -38,6 +38,7 @@ class Relay:
         observe: Observer,
         name: str,
         back: Callable[[], Awaitable[None]] | None = None,  # waits for a destination that is away
+        restart_delay: RestartDelay | None = None,
         side_by_side: int = 1,  # rounds under way while batches are full: one may claim or settle while another sends
     ) -> None:
         self._work = work
@@ -45,7 +46,7 @@ class Relay:
         self._wait = wait
         self._back = back
         self._pace = Pace(poll_interval)
-        self._trouble = Pace(LONGEST_TROUBLE, SHORTEST_TROUBLE)
+        self._trouble = Trouble(LONGEST_TROUBLE, SHORTEST_TROUBLE, restart_delay)
         self._observe = observe
         self._name = name
 
@@ -65,7 +66,7 @@ class Relay:
                 raise
             except Exception as error:  # noqa: BLE001 - a relay outlives whatever its database or broker throws
                 away = isinstance(error, TransportUnavailable)
-                pause = min(self._trouble.pause(), LONGEST_AWAY) if away else self._trouble.pause()
+                pause = self._trouble.pause(error, LONGEST_AWAY if away else None)
                 self._observe(Troubled(self._name, error, timedelta(seconds=pause)))
                 await unless(stop, asyncio.sleep(pause))
                 if away and self._back is not None:

@@ -190,7 +190,7 @@ class SqlClaim:
 
     async def settle(self, outcomes: Mapping[int, Outcome]) -> frozenset[int]:
         async with self._writing:
-            written = {id for id, outcome in outcomes.items() if type(outcome) is Done and outcome.in_transaction}
+            written = {id for id, outcome in outcomes.items() if outcome.in_transaction}
             to_write = {id: outcome for id, outcome in outcomes.items() if id not in written}
             if to_write:
                 written |= await self._store.apply(lambda connection: self._settle(connection, to_write))
@@ -199,6 +199,9 @@ class SqlClaim:
 
     def completion(self, attempt: Attempt) -> Executable:
         return self._statements.completion(attempt.id, self._token)
+
+    def conclude(self, connection: Connection, attempt: Attempt, outcome: Outcome) -> bool:
+        return attempt.id in self._settle(connection, {attempt.id: outcome})
 
     def lease_on(self, attempt: Attempt) -> Lease:
         return Lease(attempt.id, self._token)

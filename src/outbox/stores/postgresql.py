@@ -64,6 +64,7 @@ Result = TypeVar("Result")
 
 GOODBYE = 5.0  # seconds for closing connections
 
+_CONFLICTS = ("40001", "40P01")  # a serialization failure, a deadlock
 _UNDEFINED_TABLE = "42P01"  # a schema that is not there is one too
 _SECOND: ColumnElement[Any] = literal_column("interval '1 second'")
 _CLASSES = table(
@@ -173,8 +174,10 @@ class PostgresqlStore(SqlStore):
         return connection.scalar(found) == len(names)
 
     def explained(self, error: BaseException) -> TransactionError | None:
-        state = getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)  # psycopg2 has its own word
-        return self.tables_missing() if state == _UNDEFINED_TABLE else None
+        return self.tables_missing() if _state(error) == _UNDEFINED_TABLE else None
+
+    def is_own_conflict(self, error: BaseException) -> bool:
+        return _state(error) in _CONFLICTS
 
     def create(self, connection: Connection) -> None:
         if self.missing(connection):  # a role that may not create is fine when there is nothing to create
@@ -374,3 +377,7 @@ def spare(engine: Engine) -> Engine:
     # Nobody is asked before each statement whether he is still there: whoever uses us tries again anyway.
     pool._pre_ping = False
     return Engine(pool, engine.dialect, engine.url, hide_parameters=engine.hide_parameters)
+
+
+def _state(error: BaseException) -> object:
+    return getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)  # psycopg2 has its own word

@@ -44,7 +44,7 @@ from outbox.core.attempt import Reason
 from outbox.core.binding import Binding
 from outbox.core.diagnosis import Claimable, Examination, Finding
 from outbox.core.durations import Retention
-from outbox.core.errors import TablesMissing, TransactionError
+from outbox.core.errors import TablesMissing, TransactionError, causes
 from outbox.core.message import Message, Schedule
 from outbox.core.store import Backlog, Difference, Lease, Receipt, Reception, Routing, Rows, StoredMessage, Wanted
 from outbox.stores import examination, looks
@@ -235,6 +235,16 @@ class SqlStore(Spelling):
     @abstractmethod
     def explained(self, error: BaseException) -> TransactionError | None:
         """What a driver's own error means to the caller, if there is something to be done about it."""
+
+    def is_conflict(self, error: BaseException) -> bool:
+        return any(map(self.is_own_conflict, causes(error)))
+
+    def is_own_conflict(self, error: BaseException) -> bool:
+        """Whether a driver's own error says that a transaction could not be fitted between others."""
+        return False
+
+    def isolation(self, level: str) -> Mapping[str, Any]:
+        return {"isolation_level": level}
 
     def tables_missing(self) -> TablesMissing:
         return TablesMissing(

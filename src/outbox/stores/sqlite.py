@@ -53,6 +53,7 @@ BUSY_TIMEOUT = 30.0  # seconds that a connection of ours waits for its turn to w
 QUICK_LOOK, SLOW_LOOK = 0.005, 0.05  # seconds between two looks at the file's version, after activity and when idle
 
 _FORMAT = "%Y-%m-%d %H:%M:%f000"  # as SQLAlchemy writes datetimes: fixed width, so that text order is time order
+_CONFLICTS = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 _READING = "outbox_reading"
 _letting_go: set[asyncio.Task[None]] = set()
 
@@ -154,6 +155,12 @@ class SqliteStore(SqlStore):
                 "session`, call outbox.sqlite.prepare(engine) once for your own engine, or begin with BEGIN IMMEDIATE"
             )
         return None
+
+    def is_own_conflict(self, error: BaseException) -> bool:
+        return getattr(error, "sqlite_errorcode", 0) & 0xFF in _CONFLICTS  # what is above says which kind
+
+    def isolation(self, level: str) -> Mapping[str, Any]:
+        return {}  # every transaction is serializable, and that is more than any level asks for
 
     def create(self, connection: Connection) -> None:
         self.tables.metadata.create_all(connection)

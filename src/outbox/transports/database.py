@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
-from sqlalchemy import Executable
+from sqlalchemy import Connection, Executable
 
 from outbox.core.attempt import Attempt, Outcome, Released
 from outbox.core.binding import Bindings
@@ -148,6 +148,9 @@ class DatabaseDelivery:
 
     def completion(self) -> Executable:
         return self._batch.claim.completion(self.attempt)
+
+    def conclude(self, connection: Connection, outcome: Outcome) -> bool:
+        return self._batch.claim.conclude(connection, self.attempt, outcome)
 
     @property
     def lease(self) -> Lease:

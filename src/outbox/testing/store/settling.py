@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from outbox.core.attempt import Dead, Done, Reason, RetryIn
+from outbox.core.attempt import Dead, Done, Outcome, Reason, Released, RetryIn
 from outbox.core.durations import NEVER
 from outbox.core.store import Store
 from outbox.testing.store.cases import (
@@ -160,6 +161,46 @@ class SettlingCases(StoreCases):
                 await connection.rollback()
             assert await claim.settle({attempt.id: RetryIn(timedelta(0), "x")}) == frozenset()
         assert len(await soon(lambda: claimed(store))) == 1
+
+    async def test_a_failure_commits_with_the_transaction_in_which_it_was_written(
+        self, engine: AsyncEngine, store: Store
+    ) -> None:
+        await queued(engine, store, message(), message())
+        async with store.claim(2, lease=LEASE, destination="q") as claim:
+            first, second = claim.attempts
+            retry, dead = RetryIn(timedelta(0), "x"), Dead(Reason.REJECTED, "y")
+            async with engine.begin() as connection:
+                assert await connection.run_sync(claim.conclude, first, retry)
+                assert await connection.run_sync(claim.conclude, second, dead)
+            written: dict[int, Outcome] = {
+                first.id: replace(retry, in_transaction=True),
+                second.id: replace(dead, in_transaction=True),
+            }
+            assert await claim.settle(written) == frozenset()
+        [again] = await soon(lambda: claimed(store))
+        assert (again.message.id, again.attempt_count) == (first.message.id, 2)
+        assert [letter.reason for letter in await store.dead_letters.list()] == [Reason.REJECTED]
+
+    async def test_a_failure_rolls_back_with_the_transaction_in_which_it_was_written(
+        self, engine: AsyncEngine, store: Store
+    ) -> None:
+        await queued(engine, store, message())
+        async with store.claim(1, lease=LEASE, destination="q") as claim:
+            [attempt] = claim.attempts
+            async with engine.connect() as connection:
+                assert await connection.run_sync(claim.conclude, attempt, Dead(Reason.REJECTED, "x"))
+                await connection.rollback()
+            assert await claim.settle({attempt.id: Done()}) == frozenset()
+        assert await store.dead_letters.list() == []
+
+    async def test_a_failure_is_not_written_once_the_lease_was_lost(self, engine: AsyncEngine, store: Store) -> None:
+        await queued(engine, store, message())
+        async with store.claim(1, lease=LEASE, destination="q") as claim:
+            [attempt] = claim.attempts
+            assert await claim.settle({attempt.id: Released()}) == frozenset()
+            async with engine.begin() as connection:
+                assert not await connection.run_sync(claim.conclude, attempt, Dead(Reason.REJECTED, "x"))
+                assert not await connection.run_sync(claim.conclude, attempt, RetryIn(timedelta(0), "x"))
 
     async def test_many_are_completed_at_once_in_the_listeners_transaction(
         self, engine: AsyncEngine, store: Store

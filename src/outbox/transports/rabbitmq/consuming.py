@@ -357,7 +357,9 @@ class RabbitmqDeliveries:
         self.queue = queue
         self.courier = courier
         self.suspects = suspects
-        self._appetite = Appetite(listener.appetite, min(prefetch, MOST_PREFETCH), time.monotonic())
+        most = min(prefetch, MOST_PREFETCH)
+        # What waits for its lane is in hand too: with little in hand, one lane would keep all others from coming.
+        self._appetite = Appetite(listener.appetite if listener.lane is None else most, most, time.monotonic())
         self._link = link
         self._declare = declare
         self._observe = observe

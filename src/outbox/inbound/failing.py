@@ -1,0 +1,138 @@
+"""Failing: what a listener's `on_error` says of a failed attempt, in a transaction of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Iterator
+from concurrent.futures import Executor
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+from sqlalchemy import Connection
+from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import Session
+
+from outbox.core.attempt import Dead, Outcome, Reason, Released, RetryIn
+from outbox.core.callables import is_async
+from outbox.core.cancellation import ABANDONED
+from outbox.core.durations import NO_DELAY
+from outbox.core.errors import ConfigurationError, LeaseLost
+from outbox.core.events import Observer, Troubled
+from outbox.core.listener import Listener
+from outbox.core.strategy import FailedAttempt, OnError
+from outbox.core.transport import Concludable, Delivery
+from outbox.inbound.calling import Sessions
+from outbox.inbound.conflicts import Conflicts
+from outbox.inbound.threads import Fence, ThreadTimeout, run_in_thread
+from outbox.inbound.transactions import Terms, transact, transact_in_thread
+
+Failure = RetryIn | Dead
+
+
+class Failing:
+    """Asks `on_error`, and lets what it wrote commit together with the end of the attempt where that is possible."""
+
+    def __init__(
+        self,
+        listener: Listener,
+        on_error: OnError,
+        sessions: Sessions,
+        executor: Executor,
+        conflicts: Conflicts,
+        *,
+        limit: timedelta,
+        observe: Observer,
+    ) -> None:
+        if is_async(on_error) != is_async(listener.callback):
+            raise ConfigurationError(f"{listener.queue}: on_error and the listener are both `async def`, or neither is")
+        self._queue = listener.queue
+        self._on_error = on_error
+        self._sessions = sessions
+        self._executor = executor
+        self._conflicts = conflicts
+        self._limit = limit
+        self._observe = observe
+
+    async def outcome(self, error: BaseException, delivery: Delivery, outcome: Failure) -> Outcome:
+        """How the attempt ends. Without an answer, because `on_error` failed itself, it ends as it would have."""
+        asking = _Asking(self._on_error, error, delivery, outcome)
+        try:
+            async with self._sessions.turn():
+                await self._conflicts.run(lambda _: self._ask(asking), delivery)
+            return asking.decided
+        except LeaseLost:
+            return Released()
+        except asyncio.CancelledError as cancelled:
+            if ABANDONED in cancelled.args:
+                delivery.settle(Released())
+                raise
+            self._failed(cancelled)
+        except ThreadTimeout as late:
+            self._failed(late)
+            await late.end()
+        except Exception as failure:  # noqa: BLE001 - somebody's function may raise anything
+            self._failed(failure)
+        return outcome
+
+    async def _ask(self, asking: _Asking) -> None:
+        terms = Terms(self._queue, self._limit.total_seconds())
+        message = asking.delivery.attempt.message
+        if is_async(self._on_error):
+            await transact(self._sessions.asynchronous(message), asking.concluded, asking.ask, terms)
+            return
+
+        def work(fence: Fence) -> None:
+            session = self._sessions.synchronous(message)
+            transact_in_thread(session, asking.concluded, asking.ask_plainly, terms, fence)
+
+        await run_in_thread(self._executor, work, self._limit)
+
+    def _failed(self, failure: BaseException) -> None:
+        self._observe(Troubled(f"on_error of {self._queue}", failure, NO_DELAY))
+
+
+class _Asking:
+    """One failed attempt, and what is decided about it."""
+
+    def __init__(self, on_error: OnError, error: BaseException, delivery: Delivery, outcome: Failure) -> None:
+        self._on_error = on_error
+        self._error = error
+        self._outcome = outcome
+        self.delivery = delivery
+        self.decided: Failure = outcome
+
+    async def ask(self, session: AsyncSession) -> None:
+        answer: Any = self._answer(session)
+        self.decided = self._decision(await answer)
+
+    def ask_plainly(self, session: Session) -> None:
+        answer: Any = self._answer(session)
+        if inspect.iscoroutine(answer):
+            answer.close()
+        self.decided = self._decision(answer)
+
+    @contextmanager
+    def concluded(self, connection: Connection) -> Iterator[None]:
+        """Around the asking: the attempt ends in the same transaction, if its delivery lies in that database."""
+        yield
+        if isinstance(self.delivery, Concludable):
+            if not self.delivery.conclude(connection, self.decided):
+                raise LeaseLost("the lease ran out before on_error could commit")
+            self.decided = replace(self.decided, in_transaction=True)
+
+    def _answer(self, session: AsyncSession | Session) -> object:
+        attempt = self.delivery.attempt
+        retry_in = self._outcome.delay if isinstance(self._outcome, RetryIn) else None
+        return self._on_error(self._error, attempt.message, session, FailedAttempt(attempt.attempt_count, retry_in))
+
+    def _decision(self, answer: object) -> Failure:
+        match answer:
+            case None | "transient":
+                return self._outcome
+            case "permanent":
+                return self._outcome if isinstance(self._outcome, Dead) else Dead(Reason.REJECTED, self._outcome.error)
+            case _:
+                raise TypeError(f'on_error answered {answer!r}: "transient", "permanent", or None for what would be')
