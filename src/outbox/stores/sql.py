@@ -213,9 +213,8 @@ class SqlStore(Spelling):
     def cancel(self, timer_id: str) -> tuple[Executable, Rows]:
         return self._cancel, [{"timer_id": timer_id}]
 
-    def remember(self, queue: str, message_id: str) -> Executable:
-        entry = self.ignoring(self.tables.inbox).values(queue=queue, message_id=message_id, entered_at=self.clock())
-        return entry.execution_options(preserve_rowcount=True)
+    def remember(self, queue: str, message_id: str) -> tuple[Executable, Rows]:
+        return self._remember, [{"entered_queue": queue, "entered_id": message_id}]
 
     def reception(self, queue: str, message: Message) -> Reception:
         return self.receiving.reception(queue, message)
@@ -495,6 +494,11 @@ class SqlStore(Spelling):
     @cached_property
     def _insert(self) -> Insert:
         return insert(self.messages).values(**self._times()).inline().execution_options(preserve_rowcount=True)
+
+    @cached_property
+    def _remember(self) -> Executable:
+        entry = {"queue": bindparam("entered_queue"), "message_id": bindparam("entered_id"), "entered_at": self.clock()}
+        return self.ignoring(self.tables.inbox).values(entry).execution_options(preserve_rowcount=True)
 
     @cached_property
     def _remember_all(self) -> Any:
