@@ -7,7 +7,7 @@ import asyncio
 import signal
 import sys
 
-from bench import claim, drain, emit, idle, latency, page, rabbitmq, snapshot, wakeup
+from bench import claim, drain, emit, idle, inbox, latency, page, rabbitmq, snapshot, wakeup
 from bench.database import database
 from bench.machine import machine
 from bench.report import Report, summary
@@ -21,6 +21,7 @@ PARTS = {
     "snapshot": snapshot.measure,
     "latency": latency.measure,
     "idle": idle.measure,
+    "inbox": inbox.measure,
     "rabbitmq-relay": rabbitmq.measure_relay,
     "rabbitmq-consume": rabbitmq.measure_consume,
     "rabbitmq-end-to-end": rabbitmq.measure_end_to_end,

@@ -77,15 +77,15 @@ def ours(broker: Broker, database: Database) -> OnBroker:
 def held_transaction(broker: Broker, database: Database) -> OnBroker:
     start = (sys.executable, "-m", "bench.programs.held_transaction")
     store = _store(broker, database, "held_table")
-    return OnBroker(HELD, "held", (*start, "work"), (*start, "relay"), store, _environment(broker, "held"))
+    return OnBroker(HELD, "held", (*start, "work"), (*start, "relay"), store, environment(broker, "held"))
 
 
 def acking_each(broker: Broker) -> OnBroker:
     worker = (sys.executable, "-m", "bench.programs.held_transaction", "ack")
-    return OnBroker(ACKING, "acking", worker, environment=_environment(broker, "acking"))
+    return OnBroker(ACKING, "acking", worker, environment=environment(broker, "acking"))
 
 
-def _environment(broker: Broker, name: str) -> dict[str, str]:
+def environment(broker: Broker, name: str) -> dict[str, str]:
     return {"BENCH_RABBITMQ_URL": broker.url, "BENCH_EXCHANGE": name, "BENCH_QUEUE": name}
 
 

@@ -56,12 +56,12 @@ async def measure_relay(database: Database, settings: Settings) -> Report:
         "while it publishes 500 messages by `gather` over aio-pika.",
         ("", "messages/s", "to the limit", "processor time of the relay, µs per message"),
         [
-            (name, _rates(ones), spread(_to(ones, relayed[LIMIT])), spread([one.processor_time for one in ones]))
+            (name, _rates(ones), spread(to(ones, relayed[LIMIT])), spread([one.processor_time for one in ones]))
             for name, ones in relayed.items()
         ],
         [
-            at_least("RabbitMQ relay: rate, to bare frames", 0.65, _to(relayed[OURS], relayed[LIMIT])),
-            at_least("RabbitMQ relay: rate, to a held transaction", 3, _to(relayed[OURS], relayed[HELD])),
+            at_least("RabbitMQ relay: rate, to bare frames", 0.65, to(relayed[OURS], relayed[LIMIT])),
+            at_least("RabbitMQ relay: rate, to a held transaction", 3, to(relayed[OURS], relayed[HELD])),
             _processor_time("relay", 10, relayed[OURS]),
         ],
     )
@@ -75,7 +75,7 @@ async def measure_consume(database: Database, settings: Settings) -> Report:
             brokers.held_transaction(broker, database),
         ]
         consumed = await in_turns(
-            everybody, settings.rounds, lambda each: _consume(each, broker), lambda each: each.name
+            everybody, settings.rounds, lambda each: consume(each, broker), lambda each: each.name
         )
     return Report(
         "RabbitMQ: consume",
@@ -84,11 +84,11 @@ async def measure_consume(database: Database, settings: Settings) -> Report:
         "aio-pika; the other looks at its listener's signature, too. Both have a prefetch of 500.",
         ("", "messages/s", "to ack each", "processor time of the worker, µs per message"),
         [
-            (name, _rates(ones), spread(_to(ones, consumed[ACKING])), spread([one.processor_time for one in ones]))
+            (name, _rates(ones), spread(to(ones, consumed[ACKING])), spread([one.processor_time for one in ones]))
             for name, ones in consumed.items()
         ],
         [
-            at_least("RabbitMQ worker: rate, to ack each", 2, _to(consumed[OURS], consumed[ACKING])),
+            at_least("RabbitMQ worker: rate, to ack each", 2, to(consumed[OURS], consumed[ACKING])),
             _processor_time("worker", 25, consumed[OURS]),
         ],
     )
@@ -106,7 +106,7 @@ async def measure_end_to_end(database: Database, settings: Settings) -> Report:
         "one worker process.",
         ("", "messages/s", "processor time of both, µs per message"),
         [(name, _rates(ones), spread([one.processor_time for one in ones])) for name, ones in carried.items()],
-        [at_least("RabbitMQ end to end: rate, to a held transaction", 3, _to(carried[OURS], carried[HELD]))],
+        [at_least("RabbitMQ end to end: rate, to a held transaction", 3, to(carried[OURS], carried[HELD]))],
     )
 
 
@@ -164,15 +164,16 @@ async def _relay(contender: OnBroker, broker: Broker, database: Database) -> Car
     return carried
 
 
-async def _consume(contender: OnBroker, broker: Broker) -> Carried:
+async def consume(contender: OnBroker, broker: Broker, messages: int = MESSAGES) -> Carried:
+    """How fast a worker takes so many messages that wait for it."""
     async with _declared(contender, broker) as publisher:
-        await publisher.asked(f"publish {MESSAGES}")
+        await publisher.asked(f"publish {messages}")
     async with contender.working(tell_every=TELL_EVERY) as worker:
         begun = await _handled(worker, WARM_UP)
         processor_time = worker.processor_time
-        ended = await _handled(worker, MESSAGES)
+        ended = await _handled(worker, messages)
         used = worker.processor_time - processor_time
-    count = MESSAGES - WARM_UP
+    count = messages - WARM_UP
     return Carried(count / (ended - begun), used * 1e6 / count)
 
 
@@ -276,7 +277,7 @@ def _rates(ones: list[Carried]) -> str:
     return spread([one.rate for one in ones])
 
 
-def _to(these: list[Carried], those: list[Carried]) -> list[float]:
+def to(these: list[Carried], those: list[Carried]) -> list[float]:
     return ratios([one.rate for one in these], [one.rate for one in those])
 
 

@@ -105,7 +105,7 @@ class Broker:
 
 def _properties(number: int) -> bytes:
     """Content type, persistence and an id: flags, then the values in the order of their bits."""
-    message_id = f"bare-{number:031d}".encode()
+    message_id = f"bare-{os.getpid():07d}-{number:023d}".encode()
     return b"\x90\x80\x10application/json\x02" + bytes([len(message_id)]) + message_id
 
 

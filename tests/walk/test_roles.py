@@ -258,7 +258,7 @@ async def test_a_producer_wakes_those_who_sleep(roles: Roles, shop: Shop, make_o
         await until(emit_and_look)
     await hearing
     await connection.close()
-    assert heard == [f"outbox .{roles.table_name}"]
+    assert set(heard) == {f"outbox .{roles.table_name}"}  # the router's own word may come in the same moment
 
 
 async def test_a_relay_says_that_it_sleeps(roles: Roles, make_outbox: MakeOutbox) -> None:

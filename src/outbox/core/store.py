@@ -45,7 +45,7 @@ class Claim(Protocol):
         """Write how attempts ended, by their ids; returns the ids whose lease was lost, which wrote nothing."""
         ...
 
-    def completion(self, attempt: Attempt) -> Executable:
+    def completion(self, attempt: Attempt) -> tuple[Executable, Rows]:
         """The statement that completes an attempt inside a listener's transaction; no row = lease lost, roll back."""
         ...
 
@@ -217,7 +217,7 @@ class Store(Feed, Protocol):
         """Deletes the timer if it still waits: one row or none."""
         ...
 
-    def remember(self, queue: str, message_id: str) -> Executable:
+    def remember(self, queue: str, message_id: str) -> tuple[Executable, Rows]:
         """Enters a message in the inbox: one row the first time, then none."""
         ...
 

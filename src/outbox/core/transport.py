@@ -16,7 +16,7 @@ from outbox.core.landing import Landing
 from outbox.core.listener import Listener
 from outbox.core.message import Message
 from outbox.core.retry import RetryPolicy, as_retry_policy
-from outbox.core.store import Lease, Leased, Wanted
+from outbox.core.store import Lease, Leased, Rows, Wanted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class Delivery(Protocol):
         """The client library's own object, for listeners that ask for `message`."""
         ...
 
-    def completion(self) -> Executable | None:
+    def completion(self) -> tuple[Executable, Rows] | None:
         """Goes into the listener's transaction: no row = lease lost, roll back. None: the inbox is needed."""
         ...
 

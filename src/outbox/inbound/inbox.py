@@ -88,13 +88,13 @@ class Inbox:
                 raise refusal
             entry = self._store.remember(queue, delivery.attempt.message.id)
             with self._entering(queue):
-                is_new = self._store.write(connection, entry)
+                is_new = self._store.write(connection, *entry)
             if not is_new:
                 raise Handled
             yield
         else:
             yield
-            if connection.execute(completion).rowcount != 1:
+            if self._store.write(connection, *completion) != 1:
                 raise LeaseLost(
                     f"{queue}: the lease on {delivery.attempt.message.id} ran out before its work committed"
                 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from weakref import WeakKeyDictionary
+
 from sqlalchemy import event
 from sqlalchemy.orm import Session
 
@@ -15,8 +17,7 @@ class OwnEnd:
         self._allowed = False
         self._rolled_back = False
         self._ended = False
-        event.listen(session, "before_commit", self._before_commit)
-        event.listen(session, "after_rollback", self._after_rollback)
+        _watched[session] = self
 
     def allow(self) -> None:
         """From here on it is the worker who ends the transaction; too late if the listener did."""
@@ -31,7 +32,7 @@ class OwnEnd:
         """It is over: a task that the listener left behind commits nothing either."""
         self._ended = True
 
-    def _before_commit(self, session: Session) -> None:
+    def before_commit(self, session: Session) -> None:
         if self._ended:
             raise TransactionError("the listener's transaction has ended: whoever still has its session is too late")
         if not self._allowed and not session.in_nested_transaction():
@@ -40,6 +41,23 @@ class OwnEnd:
                 "the message; what must be committed by itself needs a session of its own"
             )
 
-    def _after_rollback(self, session: Session) -> None:
+    def after_rollback(self, session: Session) -> None:
         if not session.in_nested_transaction():
             self._rolled_back = True
+
+
+# For all sessions at once: a session lives for a message, and to listen to each costs more than to pass over most.
+
+_watched: WeakKeyDictionary[Session, OwnEnd] = WeakKeyDictionary()
+
+
+@event.listens_for(Session, "before_commit")
+def _before_commit(session: Session) -> None:
+    if (own_end := _watched.get(session)) is not None:
+        own_end.before_commit(session)
+
+
+@event.listens_for(Session, "after_rollback")
+def _after_rollback(session: Session) -> None:
+    if (own_end := _watched.get(session)) is not None:
+        own_end.after_rollback(session)

@@ -67,10 +67,10 @@ class SettleStatements:
         columns = self._messages.c
         return self._done(self._store.among(columns.id, "ids"), self._store.held()).returning(columns.id)
 
-    def completion(self, id: int, token: UUID) -> Executable:
-        """One row's end, with its values in it: whoever executes it knows nothing of leases."""
-        statement: Executable = self._done(self._messages.c.id == id, self._store.held(token))
-        return statement
+    @cached_property
+    def completion(self) -> Any:
+        """One row's end."""
+        return self._done(self._messages.c.id == bindparam("row_id"), self._store.held())
 
     @cached_property
     def completions(self) -> Any:
@@ -197,8 +197,8 @@ class SqlClaim:
             self._held -= outcomes.keys()
         return frozenset(outcomes.keys() - written)
 
-    def completion(self, attempt: Attempt) -> Executable:
-        return self._statements.completion(attempt.id, self._token)
+    def completion(self, attempt: Attempt) -> tuple[Executable, Rows]:
+        return self._statements.completion, [{"row_id": attempt.id, "token": self._token}]
 
     def conclude(self, connection: Connection, attempt: Attempt, outcome: Outcome) -> bool:
         return attempt.id in self._settle(connection, {attempt.id: outcome})

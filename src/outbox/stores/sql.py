@@ -52,6 +52,7 @@ from outbox.stores.claims import BURIAL, SettleStatements, SqlClaim
 from outbox.stores.dead_letters import SqlDeadLetters
 from outbox.stores.finish import finish
 from outbox.stores.heads import BEGINNING
+from outbox.stores.idle import ask_the_idle
 from outbox.stores.receiving import SqlReceiving
 from outbox.stores.routing import SqlRouting
 from outbox.stores.rows import CLAIMED, LONGEST_HISTORY, as_seconds, history_line, message_row
@@ -75,11 +76,15 @@ class SqlStore(Spelling):
     @classmethod
     def make_engine(cls, url: URL) -> AsyncEngine:
         # Error texts go to logs: the parameters of a statement are somebody's data.
-        return create_async_engine(url, hide_parameters=True, pool_pre_ping=True, connect_args=cls.connect_args(url))
+        engine = create_async_engine(url, hide_parameters=True, connect_args=cls.connect_args(url))
+        ask_the_idle(engine.sync_engine)
+        return engine
 
     @classmethod
     def make_sync_engine(cls, url: URL) -> Engine:
-        return create_engine(url, hide_parameters=True, pool_pre_ping=True, connect_args=cls.connect_args(url))
+        engine = create_engine(url, hide_parameters=True, connect_args=cls.connect_args(url))
+        ask_the_idle(engine)
+        return engine
 
     @classmethod
     def connect_args(cls, url: URL) -> dict[str, Any]:
@@ -208,9 +213,8 @@ class SqlStore(Spelling):
     def cancel(self, timer_id: str) -> tuple[Executable, Rows]:
         return self._cancel, [{"timer_id": timer_id}]
 
-    def remember(self, queue: str, message_id: str) -> Executable:
-        entry = self.ignoring(self.tables.inbox).values(queue=queue, message_id=message_id, entered_at=self.clock())
-        return entry.execution_options(preserve_rowcount=True)
+    def remember(self, queue: str, message_id: str) -> tuple[Executable, Rows]:
+        return self._remember, [{"entered_queue": queue, "entered_id": message_id}]
 
     def reception(self, queue: str, message: Message) -> Reception:
         return self.receiving.reception(queue, message)
@@ -490,6 +494,11 @@ class SqlStore(Spelling):
     @cached_property
     def _insert(self) -> Insert:
         return insert(self.messages).values(**self._times()).inline().execution_options(preserve_rowcount=True)
+
+    @cached_property
+    def _remember(self) -> Executable:
+        entry = {"queue": bindparam("entered_queue"), "message_id": bindparam("entered_id"), "entered_at": self.clock()}
+        return self.ignoring(self.tables.inbox).values(entry).execution_options(preserve_rowcount=True)
 
     @cached_property
     def _remember_all(self) -> Any:

@@ -14,7 +14,7 @@ from outbox.core.durations import NO_DELAY
 from outbox.core.landing import Landing
 from outbox.core.listener import Listener
 from outbox.core.message import Message
-from outbox.core.store import Claim, Lease
+from outbox.core.store import Claim, Lease, Rows
 from outbox.core.transport import AtHand, Delivery
 from outbox.inbound.batches import Batches
 from outbox.stores.sql import SqlStore
@@ -109,7 +109,7 @@ class ClaimedDelivery:
     def raw(self) -> Message:
         return self.attempt.message
 
-    def completion(self) -> Executable:
+    def completion(self) -> tuple[Executable, Rows]:
         return self._claim.completion(self.attempt)
 
     @property

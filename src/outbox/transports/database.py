@@ -20,7 +20,7 @@ from outbox.core.landing import Landing
 from outbox.core.listener import Listener
 from outbox.core.message import Message
 from outbox.core.pace import Pace
-from outbox.core.store import Claim, Lease, Leased, Store, Wanted
+from outbox.core.store import Claim, Lease, Leased, Rows, Store, Wanted
 from outbox.core.transport import Features, Published, Refusal
 
 SETTLE_WITHIN = 0.02  # seconds that an outcome waits for others to be written with it
@@ -146,7 +146,7 @@ class DatabaseDelivery:
     def raw(self) -> Message:
         return self.attempt.message
 
-    def completion(self) -> Executable:
+    def completion(self) -> tuple[Executable, Rows]:
         return self._batch.claim.completion(self.attempt)
 
     def conclude(self, connection: Connection, outcome: Outcome) -> bool:

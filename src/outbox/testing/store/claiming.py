@@ -170,10 +170,10 @@ class ClaimingCases(StoreCases):
             late = await self.expired(stack, store)
             [attempt] = late.attempts
             async with engine.begin() as connection:
-                assert await write(connection, store, late.completion(attempt)) == 0
+                assert await write(connection, store, *late.completion(attempt)) == 0
             async with store.claim(1, lease=LEASE, destination="q") as current:
                 async with engine.begin() as connection:
-                    assert await write(connection, store, late.completion(attempt)) == 0
+                    assert await write(connection, store, *late.completion(attempt)) == 0
                 assert await current.settle({attempt.id: Done()}) == frozenset()
 
     async def test_of_many_that_are_completed_at_once_the_late_ones_are_not(

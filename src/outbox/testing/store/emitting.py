@@ -240,15 +240,15 @@ class EmittingCases(StoreCases):
 
     async def test_the_inbox_takes_a_message_once_for_each_queue(self, engine: AsyncEngine, store: Store) -> None:
         async with engine.begin() as connection:
-            assert await write(connection, store, store.remember("a", "1")) == 1
-            assert await write(connection, store, store.remember("a", "1")) == 0
-            assert await write(connection, store, store.remember("b", "1")) == 1
-            assert await write(connection, store, store.remember("a", "2")) == 1
+            assert await write(connection, store, *store.remember("a", "1")) == 1
+            assert await write(connection, store, *store.remember("a", "1")) == 0
+            assert await write(connection, store, *store.remember("b", "1")) == 1
+            assert await write(connection, store, *store.remember("a", "2")) == 1
 
     async def test_the_inbox_takes_many_and_says_which_are_new(self, engine: AsyncEngine, store: Store) -> None:
         async with engine.begin() as connection:
-            assert await write(connection, store, store.remember("a", "2")) == 1
-            assert await write(connection, store, store.remember("b", "1")) == 1
+            assert await write(connection, store, *store.remember("a", "2")) == 1
+            assert await write(connection, store, *store.remember("b", "1")) == 1
             assert await connection.run_sync(store.remember_all, "a", ["3", "2", "1", "ü'\\"]) == {"1", "3", "ü'\\"}
             assert await connection.run_sync(store.remember_all, "a", ["1", "2"]) == set()
 
@@ -265,9 +265,9 @@ class EmittingCases(StoreCases):
 
     async def test_an_inbox_entry_rolls_back_with_its_transaction(self, engine: AsyncEngine, store: Store) -> None:
         async with engine.connect() as connection:
-            assert await write(connection, store, store.remember("a", "1")) == 1
+            assert await write(connection, store, *store.remember("a", "1")) == 1
             await connection.rollback()
-            assert await write(connection, store, store.remember("a", "1")) == 1
+            assert await write(connection, store, *store.remember("a", "1")) == 1
             await connection.commit()
 
     async def test_inbox_entries_are_forgotten_in_bounded_batches_when_they_are_old(
@@ -275,7 +275,7 @@ class EmittingCases(StoreCases):
     ) -> None:
         async with engine.begin() as connection:
             for n in range(5):
-                await write(connection, store, store.remember("a", str(n)))
+                await write(connection, store, *store.remember("a", str(n)))
         assert await store.purge_inbox(timedelta(hours=1), 100) == 0
         await asyncio.sleep(0.01)
         assert [await store.purge_inbox(timedelta(0), 3) for _ in range(3)] == [3, 2, 0]

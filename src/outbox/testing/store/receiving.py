@@ -97,7 +97,7 @@ class ReceivingCases(StoreCases):
     async def test_what_the_inbox_remembers_is_not_received(self, engine: AsyncEngine, store: Store) -> None:
         sent = message()
         async with engine.begin() as connection:
-            assert await write(connection, store, store.remember("q", sent.id)) == 1
+            assert await write(connection, store, *store.remember("q", sent.id)) == 1
         assert not (await store.receive("q", [sent])).stored
         assert await claimed(store) == []
 
@@ -105,7 +105,7 @@ class ReceivingCases(StoreCases):
         sent = message()
         await store.receive("q", [sent])
         async with engine.begin() as connection:
-            assert await write(connection, store, store.remember("q", sent.id)) == 0
+            assert await write(connection, store, *store.remember("q", sent.id)) == 0
 
     async def test_many_receivers_of_the_same_messages_store_each_once(self, make_store: MakeStore) -> None:
         stores = [make_store() for _ in range(4)]

@@ -146,7 +146,7 @@ class SettlingCases(StoreCases):
         async with store.claim(1, lease=LEASE, destination="q") as claim:
             [attempt] = claim.attempts
             async with engine.begin() as connection:
-                assert await write(connection, store, claim.completion(attempt)) == 1
+                assert await write(connection, store, *claim.completion(attempt)) == 1
             assert await claim.settle({attempt.id: Done(in_transaction=True)}) == frozenset()
         assert await store.list_messages() == []
 
@@ -157,7 +157,7 @@ class SettlingCases(StoreCases):
         async with store.claim(1, lease=LEASE, destination="q") as claim:
             [attempt] = claim.attempts
             async with engine.connect() as connection:
-                assert await write(connection, store, claim.completion(attempt)) == 1
+                assert await write(connection, store, *claim.completion(attempt)) == 1
                 await connection.rollback()
             assert await claim.settle({attempt.id: RetryIn(timedelta(0), "x")}) == frozenset()
         assert len(await soon(lambda: claimed(store))) == 1
@@ -227,8 +227,8 @@ class SettlingCases(StoreCases):
         async with store.claim(1, lease=LEASE, destination="q") as claim:
             [attempt] = claim.attempts
             async with engine.begin() as connection:
-                assert await write(connection, store, claim.completion(attempt)) == 1
-                assert await write(connection, store, claim.completion(attempt)) == 0
+                assert await write(connection, store, *claim.completion(attempt)) == 1
+                assert await write(connection, store, *claim.completion(attempt)) == 0
             await claim.settle({attempt.id: Done(in_transaction=True)})
 
     async def test_a_completion_keeps_the_message_if_it_is_told_to(
@@ -238,7 +238,7 @@ class SettlingCases(StoreCases):
         await queued(engine, store, message())
         async with store.claim(1, lease=LEASE, destination="q") as claim:
             async with engine.begin() as connection:
-                assert await write(connection, store, claim.completion(claim.attempts[0])) == 1
+                assert await write(connection, store, *claim.completion(claim.attempts[0])) == 1
             await claim.settle({claim.attempts[0].id: Done(in_transaction=True)})
         [stored] = await store.list_messages()
         assert stored.state == "sent"
