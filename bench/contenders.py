@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -33,10 +34,11 @@ class Contender:
             await emitter.heard()
             yield emitter
 
-    async def waiting(self, database: Database) -> bool:
-        """Whether any of its messages still waits."""
+    async def emptied(self, database: Database) -> None:
+        """Wait until none of its messages waits any more."""
         async with database.connection() as connection:
-            return bool(await connection.fetchval(f"SELECT EXISTS (SELECT FROM {self.table})"))
+            while await connection.fetchval(f"SELECT EXISTS (SELECT FROM {self.table})"):
+                await asyncio.sleep(0.005)
 
     async def clear(self, database: Database) -> None:
         async with database.connection() as connection:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from dataclasses import dataclass
 
@@ -64,12 +63,12 @@ async def drain(contender: Contender, database: Database) -> Drained:
         async with contender.working(tell_every=TELL_EVERY) as worker:
             await emitter.asked(f"emit {TELL_EVERY}")
             await _handled(worker, TELL_EVERY)
-            await _settled(contender, database)
+            await contender.emptied(database)
             await emitter.asked(f"hold {MESSAGES}")
             begun, processor_time = time.monotonic(), worker.processor_time
             emitter.say("commit")
             await _handled(worker, TELL_EVERY + MESSAGES)
-            await _settled(contender, database)
+            await contender.emptied(database)
             took = time.monotonic() - begun
             return Drained(MESSAGES / took, (worker.processor_time - processor_time) * 1e6 / MESSAGES)
 
@@ -77,11 +76,6 @@ async def drain(contender: Contender, database: Database) -> Drained:
 async def _handled(worker: Program, count: int) -> None:
     while int((await worker.heard()).split()[0]) < count:
         pass
-
-
-async def _settled(contender: Contender, database: Database) -> None:
-    while await contender.waiting(database):
-        await asyncio.sleep(0.005)
 
 
 def _processor_time(ours: list[Drained]) -> Target:

@@ -152,12 +152,12 @@ async def _relay(contender: OnBroker, broker: Broker, database: Database) -> Car
         store, emitter = await _emitter(stack, contender, database)
         relay = await stack.enter_async_context(contender.relaying())
         await emitter.asked(f"emit {TELL_EVERY}")
-        await _sent(store, database)
+        await store.emptied(database)
         await emitter.asked(f"hold {MESSAGES}")
         begun, processor_time = time.monotonic(), relay.processor_time
         emitter.say("commit")
         await emitter.heard()
-        await _sent(store, database)
+        await store.emptied(database)
         took = time.monotonic() - begun
         carried = Carried(MESSAGES / took, (relay.processor_time - processor_time) * 1e6 / MESSAGES)
     await _emptied(contender)
@@ -185,7 +185,7 @@ async def _carry(contender: OnBroker, broker: Broker, database: Database) -> Car
         worker = await stack.enter_async_context(contender.working(tell_every=TELL_EVERY))
         await emitter.asked(f"emit {TELL_EVERY}")
         await _handled(worker, TELL_EVERY)
-        await _sent(store, database)
+        await store.emptied(database)
         await emitter.asked(f"hold {MESSAGES}")
         begun, processor_time = time.monotonic(), relay.processor_time + worker.processor_time
         emitter.say("commit")
@@ -224,7 +224,7 @@ async def _memory(contender: OnBroker, broker: Broker, database: Database) -> li
         worker.ignore()
         for _ in range(LONG_RUN // CHUNK):
             await emitter.asked(f"emit {CHUNK}")
-            await _sent(store, database)
+            await store.emptied(database)
             megabytes.append(relay.memory / 2**20)
     return megabytes
 
@@ -266,11 +266,6 @@ async def _handled(worker: Program, count: int) -> float:
         seen, _, moment = (await worker.heard()).split()
         if int(seen) >= count:
             return int(moment) / 1e9
-
-
-async def _sent(store: Contender, database: Database) -> None:
-    while await store.waiting(database):
-        await asyncio.sleep(0.005)
 
 
 def _rates(ones: list[Carried]) -> str:
