@@ -38,7 +38,7 @@ class Contender:
         """Wait until none of its messages waits any more."""
         async with database.connection() as connection:
             while await connection.fetchval(f"SELECT EXISTS (SELECT FROM {self.table})"):
-                await asyncio.sleep(0.005)
+                await asyncio.sleep(0.02)  # each look steps over all rows that are dead by now
 
     async def clear(self, database: Database) -> None:
         async with database.connection() as connection:

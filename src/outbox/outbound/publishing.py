@@ -15,7 +15,7 @@ from outbox.core.store import Store
 from outbox.core.transport import Published, Transport
 
 DEADLINE = 30.0  # seconds after which a publish that has not answered is in doubt
-SIDE_BY_SIDE = 2  # batches under way while there is more than one
+SIDE_BY_SIDE = 4  # batches under way while there is more than one: two are sent, one comes, one is written
 
 _DONE = Done()
 
