@@ -10,7 +10,8 @@ from typing import Any
 def begin(coroutine: Coroutine[Any, Any, None]) -> asyncio.Future[None]:
     """A task whose first step is over when this returns; asyncio's own would take it when the caller next waits.
 
-    That step runs as part of whatever runs now: it must not ask for its own task, as a timeout would.
+    That step runs as part of whatever runs now: it must not ask for its own task, as a timeout would, nor speak through
+    SQLAlchemy, which would come back to whoever is at work now.
     """
     loop = asyncio.get_running_loop()
     try:
