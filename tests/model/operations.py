@@ -301,7 +301,7 @@ class Operations:
         follow_up = await outbox.emit(session, "order.sent", self._body())
         assert follow_up is not None
         connection = await session.connection()
-        written = await connection.run_sync(client.store.write, client.claim.completion(client.attempt(id)))
+        written = await connection.run_sync(client.store.write, *client.claim.completion(client.attempt(id)))
         assert written == held
         await self.world.end(Open(outbox, entering, session), commit=held and commit)
         return follow_up
@@ -391,7 +391,7 @@ class Operations:
         transaction = await self.world.begin(0)
         connection = await transaction.session.connection()
         entry = self.world.store.remember(queue, message_id)
-        written = await connection.run_sync(self.world.store.write, entry)
+        written = await connection.run_sync(self.world.store.write, *entry)
         await self.world.end(transaction, commit=commit)
         return bool(written)
 

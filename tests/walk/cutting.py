@@ -126,7 +126,7 @@ class Stage:
             await outbox.emit(session, "order.paid", "waiting")
             await outbox.emit(session, "order.paid", "timer", eta=HOUR, timer_id="timer")
             await outbox.emit(session, "order.paid", "expired", expiration=HOUR, eta=HOUR)
-            await (await session.connection()).run_sync(store.write, store.remember("q", "remembered"))
+            await (await session.connection()).run_sync(store.write, *store.remember("q", "remembered"))
         await self._age()
 
     async def _age(self) -> None:

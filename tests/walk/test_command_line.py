@@ -230,6 +230,7 @@ async def test_a_walk_as_json_has_the_names_of_the_python_attributes(command: Co
         "tracking_ids": [message.id],
         "created_at": message.created_at.isoformat(),
         "expires_at": None,
+        "due_at": None,
         "body_size": 8,
     }
     [place] = found["places"]

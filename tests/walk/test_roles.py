@@ -224,7 +224,8 @@ async def test_what_has_expired_and_what_is_old_is_cleaned_up_under_either_role(
     )
     async with worker.transaction() as session:
         for _ in range(2):
-            await session.execute(worker.store.remember("queue", "id"))
+            statement, [entry] = worker.store.remember("queue", "id")
+            await session.execute(statement, entry)
     async with producer.transaction() as session:
         await producer.emit(session, "a", 1, expiration=timedelta(milliseconds=1))
     store = make_outbox(db_engine_url=roles.url_of(kind), clean_up_after=timedelta(0)).store
