@@ -52,7 +52,6 @@ from outbox.stores.claims import BURIAL, SettleStatements, SqlClaim
 from outbox.stores.dead_letters import SqlDeadLetters
 from outbox.stores.finish import finish
 from outbox.stores.heads import BEGINNING
-from outbox.stores.idle import ask_the_idle
 from outbox.stores.receiving import SqlReceiving
 from outbox.stores.routing import SqlRouting
 from outbox.stores.rows import CLAIMED, LONGEST_HISTORY, as_seconds, history_line, message_row
@@ -76,15 +75,11 @@ class SqlStore(Spelling):
     @classmethod
     def make_engine(cls, url: URL) -> AsyncEngine:
         # Error texts go to logs: the parameters of a statement are somebody's data.
-        engine = create_async_engine(url, hide_parameters=True, connect_args=cls.connect_args(url))
-        ask_the_idle(engine.sync_engine)
-        return engine
+        return create_async_engine(url, hide_parameters=True, pool_pre_ping=True, connect_args=cls.connect_args(url))
 
     @classmethod
     def make_sync_engine(cls, url: URL) -> Engine:
-        engine = create_engine(url, hide_parameters=True, connect_args=cls.connect_args(url))
-        ask_the_idle(engine)
-        return engine
+        return create_engine(url, hide_parameters=True, pool_pre_ping=True, connect_args=cls.connect_args(url))
 
     @classmethod
     def connect_args(cls, url: URL) -> dict[str, Any]:
