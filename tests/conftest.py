@@ -86,6 +86,7 @@ def table_name() -> str:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--sqlalchemy", help="run only on this version of SQLAlchemy, or one that begins like it")
+    parser.addoption("--every-driver", action="store_true", help="run what lies above the drivers on each of them, too")
 
 
 def pytest_report_header() -> str:
@@ -98,11 +99,30 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"SQLAlchemy {wanted} is wanted, and this is {sqlalchemy.__version__}")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+# These speak to the store, whose contract every driver fulfils: PostgreSQL's second driver tells nothing more here.
+ABOVE_THE_DRIVERS = frozenset(
+    {
+        "test_batches",
+        "test_command_line",
+        "test_doctor",
+        "test_lanes",
+        "test_on_error",
+        "test_processes",
+        "test_store_first",
+        "test_testing",
+    }
+)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The tiers whose files take long come first: of two side by side, neither waits for the other at the end."""
     tiers = ("chaos", "walk", "contract", "docs", "seeds", "model", "amqp", "unit")
     folder = Path(__file__).parent
     items.sort(key=lambda item: tiers.index(item.path.relative_to(folder).parts[0]))
+    if not config.getoption("--every-driver"):
+        again = {item for item in items if item.path.stem in ABOVE_THE_DRIVERS and "psycopg" in item.name}
+        config.hook.pytest_deselected(items=list(again))
+        items[:] = [item for item in items if item not in again]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
