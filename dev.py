@@ -53,7 +53,7 @@ LINTERS = {
 }
 PYTEST = ["-m", "pytest"]
 # Most tests wait for something: two of them can. In the order of tests/conftest.py, which has the long files first.
-SIDE_BY_SIDE = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
+SIDE_BY_SIDE = ["-n", "3", "--dist", "loadfile", "--no-loadscope-reorder"]
 ON_OLDER_SQLALCHEMY = ["tests/contract/test_stores.py", "tests/seeds/test_seed_1_emit.py"]
 
 
