@@ -52,7 +52,7 @@ LINTERS = {
     "import-linter": ["-c", "from importlinter.cli import lint_imports_command as run; run()", "--no-logo"],
 }
 PYTEST = ["-m", "pytest"]
-# Most tests wait for something: two of them can. In the order of tests/conftest.py, which has the long files first.
+# Most tests wait for something: three of them can, on two cores. In the order of tests/conftest.py, which has the long files first.
 SIDE_BY_SIDE = ["-n", "3", "--dist", "loadfile", "--no-loadscope-reorder"]
 ON_OLDER_SQLALCHEMY = ["tests/contract/test_stores.py", "tests/seeds/test_seed_1_emit.py"]
 
