@@ -108,8 +108,13 @@ ABOVE_THE_DRIVERS = frozenset(
         "test_lanes",
         "test_on_error",
         "test_processes",
+        "test_publishing",
+        "test_receive",
+        "test_relay",
+        "test_routing",
         "test_store_first",
         "test_testing",
+        "test_worker",
     }
 )
 
