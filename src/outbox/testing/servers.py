@@ -179,7 +179,8 @@ class PgBouncer(PrivateServer):
     """A private PgBouncer in front of a PostgreSQL: any transaction may run on any of its few connections."""
 
     name = "pgbouncer"
-    orderly = signal.SIGQUIT  # ends at once in every version, where SIGTERM may wait for clients
+    # SIGQUIT ends it at once in every version, where SIGTERM may wait for clients. Who ignores it hands that on.
+    orderly = signal.SIGTERM if signal.getsignal(signal.SIGQUIT) is signal.SIG_IGN else signal.SIGQUIT
 
     LADDER: ClassVar[tuple[Rung, ...]] = (
         installed("pgbouncer", folders="/usr/sbin"),
