@@ -15,8 +15,11 @@ from outbox import Outbox
 from outbox.core.attempt import Done
 from outbox.core.binding import Binding
 from outbox.core.store import Routing, Wanted
+from outbox.stores import notify
 from outbox.stores.line import Line
+from outbox.stores.notify import Notifier
 from outbox.stores.postgresql import PostgresqlStore
+from tests.walk.cutting import connections_taken
 from tests.walk.test_worker import PATIENCE
 
 LEASE = timedelta(seconds=60)
@@ -128,3 +131,27 @@ async def test_a_line_that_somebody_gave_up_is_ended(straight: Straight) -> None
     await straight.emit()
     await straight.line(other_than=line)
     assert await straight.handled() == 1
+
+
+async def test_a_line_that_comes_too_late_is_closed(straight: Straight, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notify, "LAST_WORDS", 0.01)
+    connect, may_connect, asked = straight.store.spare_engine, asyncio.Event(), asyncio.Event()
+
+    async def slowly() -> AsyncEngine:
+        asked.set()
+        await may_connect.wait()
+        return await connect()
+
+    await straight.line()  # it is no line that nobody closed
+    notifier = Notifier(straight.store)
+    monkeypatch.setattr(straight.store, "spare_engine", slowly)
+    with connections_taken() as taken:
+        await notifier.listen(0)
+        async with asyncio.timeout(PATIENCE):
+            await asked.wait()
+        await notifier.close()
+        may_connect.set()
+        async with asyncio.timeout(PATIENCE):
+            while notifier._letting_go:
+                await asyncio.sleep(0.01)
+        assert not taken

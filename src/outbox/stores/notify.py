@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import cached_property
@@ -62,6 +62,7 @@ class Notifier:
         self._deaf = self._told_deaf = False  # whether a pooler stands between here and the server
         self._line: Line | None = None  # straight to the server, if there is such a way
         self._opening = asyncio.Lock()
+        self._letting_go: set[asyncio.Future[None]] = set()  # of connections that come too late
 
     def notify(self, destinations: Iterable[str | None]) -> None:
         """Wake other processes soon. Where no event loop runs nobody is told, and the sleepers' polls find it."""
@@ -241,9 +242,9 @@ class Notifier:
         try:
             return await asyncio.shield(connecting)
         except asyncio.CancelledError:
-            await asyncio.wait([connecting], timeout=LAST_WORDS)
-            if connecting.done() and not connecting.cancelled() and connecting.exception() is None:
-                await closed(connecting.result())
+            self._letting_go.add(closing := asyncio.ensure_future(_closed_at_once(connecting)))
+            closing.add_done_callback(self._letting_go.discard)
+            await asyncio.wait([closing], timeout=LAST_WORDS)  # it goes on if that is not enough
             raise
 
     async def _behind_a_pooler(self, connection: AsyncConnection) -> bool:
@@ -255,6 +256,11 @@ class Notifier:
         greeted = raw.get_server_pid() if hasattr(raw, "get_server_pid") else raw.info.backend_pid
         self._deaf = greeted != await connection.scalar(select(func.pg_backend_pid()))
         return self._deaf
+
+
+async def _closed_at_once(connecting: Awaitable[AsyncConnection]) -> None:
+    with suppress(Exception):  # it did not come about
+        await closed(await connecting)
 
 
 async def _raw(connection: AsyncConnection) -> Any:
