@@ -86,7 +86,7 @@ async def test_a_movie_walks_from_the_producers_table_over_rabbitmq_and_the_inbo
     assert sorted(await published_movies.titles()) == ["difficult", "expensive", "some movie"]
     assert sum(event.stored for event in recorder.of(Received)) == 4
     [letter] = await consumer.store.dead_letters.list(queue="published_movies")
-    assert (letter.message.body, letter.reason, letter.attempt_count) == (b'{"title":"banned"}', Reason.REJECTED, 2)
+    assert (letter.message.body, letter.reason, letter.attempt_count) == (b'{"title":"banned"}', Reason.EXHAUSTED, 2)
     assert await is_done(producer)
 
 
