@@ -56,7 +56,9 @@ async def test_a_movie_walks_from_the_producers_table_over_rabbitmq_and_the_inbo
     def concurrency_strategy(message: Message) -> str | None:
         return None if message.routing_key.endswith(".ABC") else message.routing_key
 
-    async def handle_error(error: BaseException, message: Message, session: AsyncSession, attempt: FailedAttempt) -> Any:
+    async def handle_error(
+        error: BaseException, message: Message, session: AsyncSession, attempt: FailedAttempt
+    ) -> Any:
         if not attempt.is_last:
             return "transient"
         logger.error("Giving up processing message with ID %s.", message.id, exc_info=error)
@@ -162,7 +164,9 @@ async def test_a_message_is_stored_once_however_often_it_comes(make_outbox: Make
     assert [each.message for each in await outbox.messages()] == [message, another]
 
 
-async def test_what_is_stored_in_a_transaction_is_stored_if_that_commits(outbox: Outbox, published_movies: Shelf) -> None:
+async def test_what_is_stored_in_a_transaction_is_stored_if_that_commits(
+    outbox: Outbox, published_movies: Shelf
+) -> None:
     await outbox.store.bind([Binding("published_movies", "#")])
     message = incoming()
     with pytest.raises(ZeroDivisionError):

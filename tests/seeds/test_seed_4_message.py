@@ -1,8 +1,8 @@
 """Seed 4: "Message format", field by field, from a producer over RabbitMQ to a consumer.
 
-The rulings: `aggregateType` and `messageType` are the words of the routing key, `aggregateId` is the key, the payload is
-a body of bytes, the metadata are headers. Of the inbox's own fields, started attempts are those that ended and those
-that never did, and `processedAt` is kept as long as `clean_up_after` says.
+The rulings: `aggregateType` and `messageType` are the words of the routing key, `aggregateId` is the key, the payload
+is a body of bytes, the metadata are headers. Of the inbox's own fields, started attempts are those that ended and
+those that never did, and `processedAt` is kept as long as `clean_up_after` says.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Seed 4: "Database setup for the producer" and "Implementing the transactional outbox producer".
 
 The rulings: `movie` and `movie_created` are the routing key `movie.movie_created`, the aggregate's id is the key, the
-metadata are headers. The outbox listener is a relay, its message publisher is `transport=`, and the relay keeps no order:
-a publisher that wants one message at a time says so itself.
+metadata are headers. The outbox listener is a relay, its message publisher is `transport=`. A relay keeps no order: a
+publisher that wants one message at a time says so itself.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Seed 4: "Message processing timeout strategy". Its seconds run here as fractions of one.
 
-The ruling: 15 seconds for a listener that asks for a session, because its transaction holds up others; none for one that
-does not.
+The ruling: 15 seconds for a listener that asks for a session, because its transaction holds up others; none for one
+that does not.
 """
 
 from __future__ import annotations
