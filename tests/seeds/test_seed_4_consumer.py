@@ -134,7 +134,7 @@ async def test_a_receiver_of_ones_own_stores_and_then_acknowledges(
         answers.append(await outbox.receive("published_movies", message))
         await delivered.ack()
 
-    queue = await channel.declare_queue("of the broker")
+    queue = await channel.declare_queue("of the broker", durable=True)
     async with outbox.running(listeners=[publish_into(published_movies)]):
         tag = await queue.consume(on_delivery)
         for id in ("one", "two", "one"):
