@@ -23,6 +23,7 @@ from outbox import Message, Outbox
 from outbox.core.attempt import Done, RetryIn
 from outbox.core.events import LeaseWasLost, Relayed
 from tests.seeds.databases import on_every_driver, on_postgresql, on_sqlite
+from tests.seeds.logins import login
 from tests.seeds.movies import MOVIE_CREATED, Shelf, is_done, tell
 from tests.seeds.observing import PATIENCE, Recorder, arrival, eventually, let_leases_run_out
 from tests.seeds.queues import taken
@@ -144,6 +145,27 @@ async def test_the_table_has_the_schema_and_the_name_that_were_configured(
     async with producer.running(relay=True):
         assert (await arrival(sent)).body == b'{"title":"some movie"}'
         await eventually(lambda: is_done(producer))
+
+
+@on_postgresql
+async def test_the_login_of_the_business_logic_needs_no_more_rights_than_the_seed_grants(
+    make_outbox: MakeOutbox, producer: Outbox, movies: Shelf, sent: Arrivals, database_url: str, table_name: str
+) -> None:
+    await producer.create_tables()
+    rights = (
+        f"SELECT, INSERT, DELETE ON {producer.tables.messages.name}",
+        f"SELECT, INSERT ON {movies.table.name}",
+        f"USAGE ON SEQUENCE {movies.table.name}_id_seq",
+    )
+    async with login(database_url, f"{table_name}_login", *rights) as url:
+        application = make_outbox(db_engine_url=url)
+        async with producer.running(relay=True):
+            async with application.transaction() as session:
+                await session.execute(movies.put("some movie"))
+                stored = await application.emit(session, MOVIE_CREATED, {"title": "some movie"})
+            assert await arrival(sent) == stored
+        await application.close()
+    assert await movies.titles() == ["some movie"]
 
 
 # Outbox listener

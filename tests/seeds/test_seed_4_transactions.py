@@ -6,10 +6,8 @@ engine of one's own is closed by whoever made it. A level that SQLite does not h
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
 
-import psycopg
 import pytest
 from sqlalchemy import make_url, text
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
@@ -18,6 +16,7 @@ from outbox import ConfigurationError, Message, Outbox, listen, sqlite
 from outbox.core.attempt import Dead, Done
 from outbox.core.events import Handled
 from tests.seeds.databases import on_both_stores, on_postgresql, on_sqlite
+from tests.seeds.logins import as_superuser, login
 from tests.seeds.movies import Shelf, tell
 from tests.seeds.observing import Recorder, eventually
 
@@ -27,28 +26,18 @@ MakeOutbox = Callable[..., Outbox]
 # Message processing client strategy
 
 
-def on_server(url: str, statement: str) -> list[tuple[object, ...]]:
-    """As the superuser of the server that the URL leads to."""
-    plain = make_url(url).set(drivername="postgresql").render_as_string(hide_password=False)
-    with psycopg.connect(plain, autocommit=True) as connection:
-        cursor = connection.execute(statement.encode())
-        return cursor.fetchall() if cursor.description else []
-
-
 @pytest.fixture
 async def elevated(outbox: Outbox, published_movies: Shelf, database_url: str, table_name: str) -> AsyncIterator[str]:
     """The URL of a login that may publish movies and end messages, and nothing else."""
     await outbox.create_tables()
-    role, table = f"{table_name}_elevated", published_movies.table.name
-    grants = f"""
-        CREATE ROLE {role} LOGIN PASSWORD '{role}';
-        GRANT SELECT (id, lease_token, lease_until), DELETE ON {outbox.tables.messages.name} TO {role};
-        GRANT INSERT ON {table} TO {role};
-        GRANT USAGE, SELECT ON SEQUENCE {table}_id_seq TO {role};
-        GRANT SELECT (id) ON {table} TO {role}"""
-    await asyncio.to_thread(on_server, database_url, grants)
-    yield make_url(database_url).set(username=role, password=role).render_as_string(hide_password=False)
-    await asyncio.to_thread(on_server, database_url, f"DROP OWNED BY {role}; DROP ROLE {role}")
+    table = published_movies.table.name
+    rights = (
+        f"SELECT (id, lease_token, lease_until), DELETE ON {outbox.tables.messages.name}",
+        f"SELECT (id), INSERT ON {table}",
+        f"USAGE ON SEQUENCE {table}_id_seq",
+    )
+    async with login(database_url, f"{table_name}_elevated", *rights) as url:
+        yield url
 
 
 @on_postgresql
@@ -77,7 +66,7 @@ async def test_some_messages_are_handled_with_the_login_that_they_require(
     connected = f"SELECT pid FROM pg_stat_activity WHERE usename = '{role}'"
 
     async def nobody_is_connected() -> bool:
-        return not await asyncio.to_thread(on_server, database_url, connected)
+        return not await as_superuser(database_url, connected)
 
     await eventually(nobody_is_connected)
 
