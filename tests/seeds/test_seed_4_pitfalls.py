@@ -6,7 +6,8 @@ Each test first does it without an outbox or an inbox, and sees what the picture
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from urllib.parse import urlsplit
 
 import aio_pika
 import pytest
@@ -19,6 +20,7 @@ from outbox import Outbox, listen
 from outbox.core.attempt import RetryIn
 from outbox.core.events import Handled
 from tests.broker import VirtualHost
+from tests.chaos.proxy import Link, Proxy
 from tests.seeds.databases import on_both_stores
 from tests.seeds.observing import Recorder, eventually
 from tests.seeds.queues import is_empty, taken
@@ -70,6 +72,21 @@ async def services(db_engine: AsyncEngine, table_name: str) -> Services:
     services = Services(db_engine, table_name)
     await services.create(services.orders)
     return services
+
+
+@pytest.fixture
+def link(vhost: VirtualHost) -> Iterator[Link]:
+    """A line to the broker that can fail."""
+    port = urlsplit(vhost.url).port
+    assert port is not None
+    with Proxy() as proxy:
+        yield proxy.broker_link(vhost.name, port)
+
+
+def through(link: Link, url: str) -> str:
+    """The broker's address at the near end of the line."""
+    address = urlsplit(url)
+    return address._replace(netloc=f"{address.username}:{address.password}@127.0.0.1:{link.port}").geturl()
 
 
 async def place_order(outbox: Outbox, services: Services, number: int) -> None:
@@ -142,7 +159,12 @@ async def test_case_2_the_event_is_sent_and_the_order_cannot_be_stored(
 
 
 async def test_case_3_the_shipment_is_started_and_the_message_not_acknowledged(
-    rabbitmq_outbox: Outbox, db_engine: AsyncEngine, services: Services, vhost: VirtualHost
+    make_rabbitmq_outbox: MakeOutbox,
+    db_engine: AsyncEngine,
+    services: Services,
+    vhost: VirtualHost,
+    channel: AbstractChannel,
+    link: Link,
 ) -> None:
     await services.create(services.shipments)
 
@@ -155,8 +177,7 @@ async def test_case_3_the_shipment_is_started_and_the_message_not_acknowledged(
             if acknowledge:
                 await message.ack()
 
-    async with await aio_pika.connect(vhost.url) as connection:
-        await (await connection.channel()).declare_queue("plain", durable=True)
+    await channel.declare_queue("plain", durable=True)
     await send(vhost.url, "plain", 1)
     await ship_without_an_inbox(acknowledge=False)  # its connection is lost first
     await ship_without_an_inbox(acknowledge=True)
@@ -169,7 +190,7 @@ async def test_case_3_the_shipment_is_started_and_the_message_not_acknowledged(
     async def ship(number: int, session: AsyncSession) -> None:
         await session.execute(services.ship(number))
         if number == 2:
-            await eventually(lambda: asyncio.to_thread(vhost.close_connections))
+            link.swallow()  # from now on the broker hears nothing of this service
             lost.set()
 
     @listen(ORDERED, queue="counted", concurrency=1)
@@ -177,10 +198,15 @@ async def test_case_3_the_shipment_is_started_and_the_message_not_acknowledged(
         counted.append(number)
         await eventually(lost.is_set)
 
-    async with rabbitmq_outbox.running(relay=True, listeners=[ship, count]):
-        await place_order(rabbitmq_outbox, services, 2)
+    orders, shipments = make_rabbitmq_outbox(), make_rabbitmq_outbox(rabbitmq_url=through(link, vhost.url))
+    async with shipments.running(listeners=[ship, count]), orders.running(relay=True):
+        await place_order(orders, services, 2)
         await eventually(lambda: _contains(services, 2))
-        await place_order(rabbitmq_outbox, services, 3)  # the broker delivers it after its second delivery of 2
+        link.cut()
+        await eventually(lambda: _waits(channel, "shipments"))
+        await eventually(lambda: _waits(channel, "counted"))
+        link.heal()
+        await place_order(orders, services, 3)  # the broker delivers it after its second delivery of 2
         await eventually(lambda: _contains(services, 3))
         await eventually(lambda: 3 in counted)
     assert counted == [2, 2, 3], "whoever asks for no session sees both deliveries"
@@ -225,6 +251,10 @@ async def taken_and_held(channel: AbstractChannel, queue: str) -> aio_pika.abc.A
     """The next message of a queue, which the broker keeps until it is acknowledged."""
     found = await channel.get_queue(queue)
     return await eventually(lambda: found.get(fail=False))  # type: ignore[arg-type, return-value]
+
+
+async def _waits(channel: AbstractChannel, queue: str) -> bool:
+    return not await is_empty(channel, queue)
 
 
 async def _contains(services: Services, number: int) -> bool:
