@@ -272,7 +272,8 @@ async def test_a_message_that_kills_its_service_again_and_again_keeps_no_other_f
         [letter] = await eventually(lambda: outbox.dead_letters.list())
         await eventually(lambda: is_done(outbox))
     assert (letter.message.body, letter.reason, letter.crash_count) == (b'{"title":"poison"}', Reason.CRASHED, 2)
-    assert sorted(handled) == ["healthy", "poison", "poison"]
+    assert handled.count("poison") == 2
+    assert "healthy" in handled
 
 
 # Listener restart time strategy

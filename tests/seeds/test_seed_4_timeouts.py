@@ -62,7 +62,7 @@ async def test_a_message_that_runs_out_of_time_leaves_nothing_and_is_tried_again
 ) -> None:
     """However long the machine takes for an attempt that should be quick: then it is tried once more."""
 
-    @listen("movie.*", queue="movies", timeout=SHORT, retry_delays=(0,) * 50)
+    @listen("movie.*", queue="movies", timeout=0.2, retry_delays=(0,) * 50)
     async def handle(movie: dict[str, str], session: AsyncSession, attempt_count: int) -> None:
         await session.execute(published_movies.put(f"{movie['title']}, attempt {attempt_count}"))
         if attempt_count == 1:
