@@ -21,7 +21,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 
 from outbox import NEVER, Binding, FailedAttempt, Listener, Message, Outbox, Reason, listen
 from outbox.core.attempt import Dead, Done, RetryIn
-from outbox.core.events import Handled, Received
+from outbox.core.events import Handled, Received, Relayed
 from tests.seeds.databases import on_both_stores, on_every_driver, on_sqlite
 from tests.seeds.movies import MOVIE_CREATED, Shelf, incoming, is_done, tell
 from tests.seeds.observing import Recorder, arrival, eventually
@@ -102,7 +102,7 @@ async def test_a_message_that_the_broker_delivers_again_is_stored_and_handled_on
     recorder: Recorder,
     channel: AbstractChannel,
 ) -> None:
-    """Right after the first delivery, and again when it was handled long ago."""
+    """Right after the first delivery, and together with a new one when it was handled long ago."""
     outbox = make_rabbitmq_outbox()
     listener = publish_into(published_movies, store_first=True)
     async with outbox.running(listeners=[listener]):
@@ -114,12 +114,17 @@ async def test_a_message_that_the_broker_delivers_again_is_stored_and_handled_on
         await bring_back(channel, message, exchange="outbox")
         await bring_back(channel, message, exchange="outbox")
         await eventually(published_movies.titles)
+    async with outbox.running(relay=True):
         await bring_back(channel, message, exchange="outbox")
+        await tell(outbox, "another one")
+        await recorder.wait_for(Relayed, 2)
+    async with outbox.running(listeners=[listener]):
         await eventually(lambda: sum(event.duplicates for event in recorder.of(Received)) == 2)
+        await recorder.wait_for(Handled, 2)
         await eventually(lambda: is_done(outbox))
-    assert await published_movies.titles() == ["some movie"]
-    assert len(recorder.of(Handled)) == 1
-    assert await entries(outbox) == 1
+    assert await published_movies.titles() == ["some movie", "another one"]
+    assert len(recorder.of(Handled)) == 2
+    assert await entries(outbox) == 2
 
 
 @on_both_stores
