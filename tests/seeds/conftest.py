@@ -17,6 +17,7 @@ import outbox as library
 from outbox import Outbox
 from outbox.observers.logging import LoggingObserver
 from tests.seeds.databases import PSYCOPG, SQLITE
+from tests.seeds.movies import Shelf
 from tests.seeds.observing import Recorder
 
 
@@ -68,6 +69,22 @@ async def user_model(db_engine: AsyncEngine, table_name: str) -> type[Any]:
     async with db_engine.begin() as connection:
         await connection.run_sync(Base.metadata.create_all)
     return User
+
+
+@pytest.fixture
+async def movies(db_engine: AsyncEngine, table_name: str) -> Shelf:
+    """What a producer of the fourth seed writes."""
+    shelf = Shelf(db_engine, f"{table_name}_movies")
+    await shelf.create()
+    return shelf
+
+
+@pytest.fixture
+async def published_movies(db_engine: AsyncEngine, table_name: str) -> Shelf:
+    """What its consumer writes."""
+    shelf = Shelf(db_engine, f"{table_name}_published")
+    await shelf.create()
+    return shelf
 
 
 @pytest.fixture
