@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
-from typing import ClassVar, Self
+from typing import Self
 
 from sqlalchemy import URL, Connection, NullPool, create_engine, func, make_url, select, text
 from sqlalchemy.exc import SQLAlchemyError
@@ -28,8 +28,6 @@ MEBIBYTE = 1024 * 1024
 
 class Database(ABC):
     """Where the application and its outbox live."""
-
-    name: ClassVar[str]
 
     def __init__(self, disk_size: int) -> None:
         self.disk = Disk(disk_size)
@@ -62,14 +60,6 @@ class Database(ABC):
     @abstractmethod
     def link(self, name: str) -> Link | None:
         """A way through the proxy for one process, where there is one."""
-
-    def broker_link(self, name: str) -> Link | None:
-        """A way through the proxy to a broker, where there is one."""
-        return None
-
-    def environment(self, broker_link: Link | None) -> dict[str, str]:
-        """What else a process must be told."""
-        return {}
 
     @contextmanager
     def connection(self) -> Iterator[Connection]:
@@ -142,14 +132,7 @@ class Database(ABC):
         await its_outbox.close()
         return tuple(
             Buried(
-                message=Emitted(
-                    id=letter.message.id,
-                    routing_key=letter.message.routing_key,
-                    body=letter.message.body,
-                    headers=dict(letter.message.headers),
-                    key=letter.message.key,
-                    content_type=letter.message.content_type,
-                ),
+                message=Emitted.of(letter.message),
                 queue=letter.queue or "",
                 reason=letter.reason,
                 attempts=letter.attempt_count,
@@ -199,8 +182,6 @@ class _ServerOnDisk(PostgreSQL):
 
 class PostgresqlDatabase(Database):
     """A private server, so it may be crashed, with a proxy before it."""
-
-    name = "postgresql"
 
     def _start(self, stack: ExitStack) -> None:
         self._server = stack.enter_context(_ServerOnDisk(self.disk))
@@ -267,8 +248,6 @@ class PostgresqlDatabase(Database):
 
 class SqliteDatabase(Database):
     """A file."""
-
-    name = "sqlite"
 
     def _start(self, stack: ExitStack) -> None:
         self._file = self.disk.folder / "chaos.db"

@@ -10,7 +10,8 @@ import signal
 import time
 from collections.abc import Awaitable, Callable, Mapping
 
-from tests.chaos.broker import RabbitmqDatabase
+from tests.chaos.application import Application
+from tests.chaos.broker import Broker
 from tests.chaos.database import Database, PostgresqlDatabase
 from tests.chaos.processes import RELAY, WORKER, Crew, Member
 from tests.chaos.proxy import CONFIRM, Link
@@ -29,10 +30,10 @@ class Missed(Exception):
 class Faults:
     """Does what the schedule says."""
 
-    def __init__(self, crew: Crew, database: Database) -> None:
+    def __init__(self, crew: Crew, application: Application) -> None:
         self._crew = crew
-        self._database = database
-        self._alone = asyncio.Lock()  # a database can be down for one reason at a time
+        self._application = application
+        self._alone = {database: asyncio.Lock() for database in application.databases}  # down for one reason at a time
         self._broker_alone = asyncio.Lock()
         self._ways: Mapping[str, Callable[[Planned], Awaitable[None]]] = {
             "kill a producer": self._kill,
@@ -91,30 +92,34 @@ class Faults:
     # The database.
 
     async def _full_disk(self, fault: Planned) -> None:
-        async with self._alone:
+        database = self._database(fault)
+        async with self._alone[database]:
             try:
-                await asyncio.to_thread(self._database.disk.fill)
+                await asyncio.to_thread(database.disk.fill)
                 await asyncio.sleep(fault.seconds)
             finally:
-                self._database.disk.free()
-                if isinstance(self._database, PostgresqlDatabase):
-                    await asyncio.to_thread(self._database.recover)
+                database.disk.free()
+                if isinstance(database, PostgresqlDatabase):
+                    await asyncio.to_thread(database.recover)
 
     async def _crash(self, fault: Planned) -> None:
-        async with self._alone:
-            await asyncio.to_thread(self._server.crash)
+        server = self._server(fault)
+        async with self._alone[server]:
+            await asyncio.to_thread(server.crash)
             await asyncio.sleep(fault.seconds)
-            await asyncio.to_thread(self._server.start)
+            await asyncio.to_thread(server.start)
 
     async def _restart(self, fault: Planned) -> None:
-        async with self._alone:
-            await asyncio.to_thread(self._server.stop)
+        server = self._server(fault)
+        async with self._alone[server]:
+            await asyncio.to_thread(server.stop)
             await asyncio.sleep(fault.seconds)
-            await asyncio.to_thread(self._server.start)
+            await asyncio.to_thread(server.start)
 
     async def _end_sessions(self, fault: Planned) -> None:
-        async with self._alone:
-            await _until(lambda: self._server.terminate_backends(max(0.2, fault.chance)))
+        server = self._server(fault)
+        async with self._alone[server]:
+            await _until(lambda: server.terminate_backends(max(0.2, fault.chance)))
 
     # The network.
 
@@ -144,15 +149,15 @@ class Faults:
 
     async def _crash_broker(self, fault: Planned) -> None:
         async with self._broker_alone:
-            await asyncio.to_thread(self._broker.crash_broker)
+            await asyncio.to_thread(self._broker.crash)
             await asyncio.sleep(fault.seconds)
-            await asyncio.to_thread(self._broker.start_broker)
+            await asyncio.to_thread(self._broker.start)
 
     async def _restart_broker(self, fault: Planned) -> None:
         async with self._broker_alone:
-            await asyncio.to_thread(self._broker.stop_broker)
+            await asyncio.to_thread(self._broker.stop)
             await asyncio.sleep(fault.seconds)
-            await asyncio.to_thread(self._broker.start_broker)
+            await asyncio.to_thread(self._broker.start)
 
     async def _memory_alarm(self, fault: Planned) -> None:
         """Nobody may publish, until there is memory again."""
@@ -199,15 +204,20 @@ class Faults:
         await _until(lambda: member.is_at_work)
         return member
 
-    @property
-    def _server(self) -> PostgresqlDatabase:
-        assert isinstance(self._database, PostgresqlDatabase)
-        return self._database
+    def _database(self, fault: Planned) -> Database:
+        """The one that it strikes; where there are several, its target ends in a number."""
+        _, _, number = fault.target.partition("-")
+        return self._application.databases[int(number or 0)]
+
+    def _server(self, fault: Planned) -> PostgresqlDatabase:
+        database = self._database(fault)
+        assert isinstance(database, PostgresqlDatabase)
+        return database
 
     @property
-    def _broker(self) -> RabbitmqDatabase:
-        assert isinstance(self._database, RabbitmqDatabase)
-        return self._database
+    def _broker(self) -> Broker:
+        assert self._application.broker is not None
+        return self._application.broker
 
     def _link(self, fault: Planned) -> Link:
         link = self._crew.named(fault.target).link

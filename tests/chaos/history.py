@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from outbox import Message
+
 COMMITTED, ROLLED_BACK, UNKNOWN = "committed", "rolled back", "unknown"
 
 
@@ -41,8 +43,20 @@ class Emitted:
     content_type: str
     fate: str = field(default="", compare=False)  # known to its producer alone
 
+    @classmethod
+    def of(cls, message: Message, fate: str = "") -> Emitted:
+        return cls(
+            id=message.id,
+            routing_key=message.routing_key,
+            body=message.body,
+            headers=dict(message.headers),
+            key=message.key,
+            content_type=message.content_type,
+            fate=fate,
+        )
+
     def as_facts(self) -> dict[str, Any]:
-        return {**vars(self), "headers": dict(self.headers), "body": b64encode(self.body).decode()}
+        return {**vars(self), "body": b64encode(self.body).decode()}
 
     @classmethod
     def from_facts(cls, facts: dict[str, Any]) -> Emitted:

@@ -85,17 +85,7 @@ class Attempt:
 
     def add(self, messages: list[Message], fates: list[Fate]) -> None:
         for message, fate in zip(messages, fates, strict=True):
-            self.emitted.append(
-                Emitted(
-                    id=message.id,
-                    routing_key=message.routing_key,
-                    body=message.body,
-                    headers=message.headers,
-                    key=message.key,
-                    content_type=message.content_type,
-                    fate=fate.name,
-                )
-            )
+            self.emitted.append(Emitted.of(message, fate.name))
 
     def ready(self) -> None:
         """The last word before the transaction ends, one way or the other."""

@@ -39,7 +39,7 @@ class Report:
     def lines(self) -> list[str]:
         """The table."""
         return [
-            f"{self.profile.database.name}, seed {self.seed}, {self.seconds:.0f} s",
+            f"{self.profile.name}, seed {self.seed}, {self.seconds:.0f} s",
             "",
             *self._faults(),
             "",
