@@ -26,12 +26,15 @@ class Service:
     database: type[Database]
     members: Mapping[str, int]
     listeners: str = "tests.chaos.listeners:listeners"
+    books: tuple[str, ...] = ()  # in which it keeps balances
 
 
 class Application:
     """Its databases and its broker, and what they say together."""
 
-    def __init__(self, services: Sequence[Service], disk_size: int, *, has_broker: bool) -> None:
+    def __init__(self, services: Sequence[Service], disk_size: int, accounts: int, *, has_broker: bool) -> None:
+        self._services = services
+        self._accounts = accounts
         self.databases = [service.database(disk_size) for service in services]
         self.broker = Broker() if has_broker else None
         self.homes = [
@@ -43,8 +46,10 @@ class Application:
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            for database in self.databases:
+            for database, service in zip(self.databases, self._services, strict=True):
                 stack.enter_context(database)
+                if self._accounts:
+                    database.open_books(service.books, self._accounts)
             if self.broker is not None:
                 stack.enter_context(self.broker)
             self._stack = stack.pop_all()
@@ -91,6 +96,7 @@ class Application:
             changes=_joined(tables.changes for tables in each),
             open_sessions=sum(tables.open_sessions for tables in each),
             at_least_once=self.broker is not None,
+            balances=_joined(tables.balances for tables in each),
         )
 
 

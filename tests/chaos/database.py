@@ -5,19 +5,19 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from typing import Self
 
-from sqlalchemy import URL, Connection, NullPool, create_engine, func, make_url, select, text
+from sqlalchemy import URL, Connection, NullPool, create_engine, func, insert, make_url, select, text
 from sqlalchemy.exc import SQLAlchemyError
 
 from outbox import Outbox
 from outbox.testing.programs import account
 from outbox.testing.servers import PostgreSQL
 from tests.chaos import tables
-from tests.chaos.checker import Buried, Change, Effect, FinalTables
+from tests.chaos.checker import Balance, Buried, Change, Effect, FinalTables
 from tests.chaos.disk import Disk
 from tests.chaos.history import Emitted
 from tests.chaos.proxy import Link, Proxy
@@ -80,6 +80,16 @@ class Database(ABC):
             for statement in tables.TRIGGERS[self.url.get_backend_name()]:
                 connection.exec_driver_sql(statement)
 
+    def open_books(self, books: Sequence[str], accounts: int) -> None:
+        """Balances of nothing yet."""
+        rows = [
+            {"book": book, "account": tables.account(number), "balance": 0}
+            for book in books
+            for number in range(accounts)
+        ]
+        with self.connection() as connection:
+            connection.execute(insert(tables.balances), rows)
+
     # Looking.
 
     def waiting(self) -> int:
@@ -115,6 +125,7 @@ class Database(ABC):
                 dead_letters=asyncio.run(self._dead_letters()),
                 changes=tuple(self._changes(connection)),
                 open_sessions=self.open_sessions(),
+                balances=tuple(self._balances(connection)),
             )
 
     def _effects(self, connection: Connection) -> Iterator[Effect]:
@@ -124,6 +135,10 @@ class Database(ABC):
     def _waiting(self, connection: Connection) -> Iterator[tuple[str, str]]:
         for row in connection.execute(text(f"SELECT message_id, destination FROM {tables.TABLE_NAME}")):
             yield row.message_id, row.destination
+
+    def _balances(self, connection: Connection) -> Iterator[Balance]:
+        for row in connection.execute(select(tables.balances)):
+            yield Balance(row.book, row.account, row.balance)
 
     async def _dead_letters(self) -> tuple[Buried, ...]:
         """As the library itself shows them."""

@@ -18,6 +18,8 @@ QUEUES: Mapping[str, tuple[str, ...]] = {
     "order.placed": ("invoices",),
     "order.shared": ("invoices", "ledger"),
     "poison.pill": ("poison",),
+    "reply.shipped": ("confirmations",),
+    "reply.booked": ("bookings",),
 }
 
 

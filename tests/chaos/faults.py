@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 
 from tests.chaos.application import Application
 from tests.chaos.broker import Broker
@@ -59,6 +60,8 @@ class Faults:
             "cut from the broker": self._cut_from_the_broker,
             "black hole to the broker": self._black_hole_to_the_broker,
             "cut at confirm": self._cut_at_confirm,
+            "crash everything": self._crash_everything,
+            "restart everything": self._restart_everything,
         }
 
     async def strike(self, fault: Planned) -> None:
@@ -196,6 +199,29 @@ class Faults:
         """The broker has taken a message, and its publisher does not hear of it."""
         await _trip(self._broker_link(fault), CONFIRM)
 
+    # All servers at once.
+
+    async def _crash_everything(self, fault: Planned) -> None:
+        servers = [*self._servers, self._broker]
+        async with self._all_alone():
+            await asyncio.gather(*(asyncio.to_thread(server.crash) for server in servers))
+            await asyncio.sleep(fault.seconds)
+            await asyncio.gather(*(asyncio.to_thread(server.start) for server in servers))
+
+    async def _restart_everything(self, fault: Planned) -> None:
+        servers = [*self._servers, self._broker]
+        async with self._all_alone():
+            await asyncio.gather(*(asyncio.to_thread(server.stop) for server in servers))
+            await asyncio.sleep(fault.seconds)
+            await asyncio.gather(*(asyncio.to_thread(server.start) for server in servers))
+
+    @asynccontextmanager
+    async def _all_alone(self) -> AsyncIterator[None]:
+        async with AsyncExitStack() as stack:
+            for lock in (*self._alone.values(), self._broker_alone):
+                await stack.enter_async_context(lock)
+            yield
+
     async def _trip(self, fault: Planned, *commands: str) -> None:
         await _trip(self._link(fault), *commands)
 
@@ -213,6 +239,10 @@ class Faults:
         database = self._database(fault)
         assert isinstance(database, PostgresqlDatabase)
         return database
+
+    @property
+    def _servers(self) -> list[PostgresqlDatabase]:
+        return [each for each in self._application.databases if isinstance(each, PostgresqlDatabase)]
 
     @property
     def _broker(self) -> Broker:

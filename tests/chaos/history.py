@@ -15,6 +15,7 @@ from typing import Any
 from outbox import Message
 
 COMMITTED, ROLLED_BACK, UNKNOWN = "committed", "rolled back", "unknown"
+UNTOLD = "a listener's"  # whose worker commits, and does not tell it
 
 
 class Historian:
@@ -65,7 +66,7 @@ class Emitted:
 
 @dataclass
 class Transaction:
-    """What a producer meant to commit: a row of its own, and these messages."""
+    """What a producer, or a listener that replies, meant to commit: a row of its own, and these messages."""
 
     number: str
     messages: tuple[Emitted, ...]
@@ -131,6 +132,8 @@ def _enter(line: dict[str, Any], history: History, transactions: dict[str, Trans
         case {"event": "intends", "number": number, "messages": messages, "taken_back": taken_back}:
             emitted = tuple(Emitted.from_facts(facts) for facts in messages)
             transactions[number] = Transaction(number, emitted, tuple(taken_back))
+        case {"event": "replies", "number": number, "message": facts}:
+            transactions[number] = Transaction(number, (Emitted.from_facts(facts),), outcome=UNTOLD)
         case {"event": "ended", "number": number, "outcome": outcome} if number in transactions:
             transactions[number].outcome = outcome
         case {"event": "began" | "failed" as event, "message": message_id, "queue": queue, "attempt": attempt}:

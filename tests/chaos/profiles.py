@@ -9,7 +9,15 @@ from dataclasses import dataclass, replace
 from tests.chaos.application import Service
 from tests.chaos.database import MEBIBYTE, PostgresqlDatabase, SqliteDatabase
 from tests.chaos.processes import PRODUCER, RELAY, WORKER
-from tests.chaos.schedule import DATABASE, ON_POSTGRESQL, ON_RABBITMQ, ON_SQLITE
+from tests.chaos.schedule import (
+    DATABASE,
+    ON_POSTGRESQL,
+    ON_RABBITMQ,
+    ON_SQLITE,
+    ON_TWO_SERVICES,
+    SHORTLY_ON_TWO_SERVICES,
+)
+from tests.chaos.tables import CONFIRMED, ORDERED, SHIPPED
 
 _FEW = {PRODUCER: 2, RELAY: 1, WORKER: 2}
 _MANY = {PRODUCER: 2, RELAY: 2, WORKER: 3}
@@ -26,6 +34,7 @@ class Profile:
     faults: int
     messages: int  # to emit at least, those that are rolled back not counted
     has_broker: bool = False
+    accounts: int = 0  # whose balances the services keep
     lease: float = 3.0
     poll_interval: float = 0.5
     slow: float = 3.5  # seconds, longer than a lease
@@ -101,12 +110,37 @@ def _over_rabbitmq(profile: Profile) -> Profile:
     return replace(profile, name="rabbitmq", kinds=ON_RABBITMQ, has_broker=True)
 
 
+_ORDERS = Service(
+    PostgresqlDatabase, {PRODUCER: 2, RELAY: 1, WORKER: 1}, "tests.chaos.services:ordering", (ORDERED, CONFIRMED)
+)
+_SHIPPING = Service(PostgresqlDatabase, {RELAY: 1, WORKER: 2}, "tests.chaos.services:shipping", (SHIPPED,))
+
+
+def _of_two_services(profile: Profile) -> Profile:
+    return replace(
+        _over_rabbitmq(profile),
+        name="two-services",
+        services=(_ORDERS, _SHIPPING),
+        kinds=ON_TWO_SERVICES,
+        accounts=50,
+    )
+
+
 SHORT: Mapping[str, Profile] = {
     profile.name: profile
     for profile in (
         _SHORT,
         replace(_over_rabbitmq(_SHORT), seconds=40, faults=28, messages=1500, slow_share=0.02),
         _SHORT_ON_SQLITE,
+        replace(
+            _of_two_services(_SHORT),
+            kinds=SHORTLY_ON_TWO_SERVICES,
+            seconds=10,
+            faults=12,
+            messages=500,
+            slow_share=0.01,
+            backlog=100,
+        ),
     )
 }
 
@@ -116,5 +150,6 @@ LONG: Mapping[str, Profile] = {
         _LONG,
         replace(_over_rabbitmq(_LONG), messages=100_000, slow_share=0.003, backlog=3000),
         replace(_SHORT_ON_SQLITE, seconds=180, faults=40, messages=5_000, kills=0.001, disk=256 * MEBIBYTE),
+        replace(_of_two_services(_LONG), messages=50_000, slow_share=0.003, backlog=1000),
     )
 }

@@ -38,7 +38,7 @@ def run(profile: Profile, seed: int, say: Say = lambda _: None) -> Report:
     for name in ("histories", "logs", "killed"):
         (folder / name).mkdir()
     began = time.monotonic()
-    with Application(profile.services, profile.disk, has_broker=profile.has_broker) as application:
+    with Application(profile.services, profile.disk, profile.accounts, has_broker=profile.has_broker) as application:
         rig = _Rig(profile, seed, folder, application, say)
         asyncio.run(rig.run())
         told, tables = history.read(folder / "histories"), application.final_tables()
@@ -71,6 +71,7 @@ class _Rig:
             slow_share=profile.slow_share,
             kills=profile.kills,
             rate=profile.rate,
+            accounts=profile.accounts,
         )
         self._crew = Crew(list(self._members()))
         self._faults = Faults(self._crew, application)
