@@ -137,7 +137,7 @@ SHORT: Mapping[str, Profile] = {
             kinds=SHORTLY_ON_TWO_SERVICES,
             seconds=10,
             faults=12,
-            messages=500,
+            messages=300,
             slow_share=0.01,
             backlog=100,
         ),

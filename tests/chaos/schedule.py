@@ -74,7 +74,7 @@ SHORTLY_ON_TWO_SERVICES = (
     "cut from the broker",
     "black hole to the broker",
     "cut at confirm",
-    *KINDS_OF_SERVICES,
+    "crash everything",
 )
 
 ON_SQLITE = (
