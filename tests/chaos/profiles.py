@@ -137,9 +137,9 @@ SHORT: Mapping[str, Profile] = {
             kinds=SHORTLY_ON_TWO_SERVICES,
             seconds=10,
             faults=12,
-            messages=300,
-            slow_share=0.01,
-            backlog=100,
+            messages=200,
+            slow_share=0.005,
+            backlog=60,
         ),
     )
 }
