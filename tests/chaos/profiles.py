@@ -136,7 +136,7 @@ SHORT: Mapping[str, Profile] = {
             _of_two_services(_SHORT),
             kinds=SHORTLY_ON_TWO_SERVICES,
             seconds=10,
-            faults=12,
+            faults=13,
             messages=200,
             slow_share=0.005,
             backlog=60,

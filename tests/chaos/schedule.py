@@ -68,6 +68,7 @@ SHORTLY_ON_TWO_SERVICES = (
     "kill a relay",
     "kill a worker",
     "freeze",
+    "crash the database",
     "cut",
     "cut at commit",
     "cut at write",

@@ -25,7 +25,7 @@ def test_faults_of_every_kind_break_no_promise_over_rabbitmq() -> None:
 
 
 def test_faults_break_no_promise_between_two_services() -> None:
-    check(run(SHORT["two-services"], 75))
+    check(run(SHORT["two-services"], 2600))
 
 
 def check(report: Report) -> None:
