@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from operator import methodcaller
 
 from tests.chaos.application import Application
 from tests.chaos.broker import Broker
@@ -19,6 +20,7 @@ from tests.chaos.proxy import CONFIRM, Link
 from tests.chaos.schedule import Planned
 
 HOUR = 3600.0
+CRASH, STOP = methodcaller("crash"), methodcaller("stop")
 STRIKE_WITHIN = 20.0  # seconds
 BACK_WITHIN = 60.0  # seconds, for a queue whose workers may be struck by other faults meanwhile
 LOOK_EVERY = 0.05  # seconds
@@ -108,16 +110,12 @@ class Faults:
     async def _crash(self, fault: Planned) -> None:
         server = self._server(fault)
         async with self._alone[server]:
-            await asyncio.to_thread(server.crash)
-            await asyncio.sleep(fault.seconds)
-            await asyncio.to_thread(server.start)
+            await _away(CRASH, fault.seconds, server)
 
     async def _restart(self, fault: Planned) -> None:
         server = self._server(fault)
         async with self._alone[server]:
-            await asyncio.to_thread(server.stop)
-            await asyncio.sleep(fault.seconds)
-            await asyncio.to_thread(server.start)
+            await _away(STOP, fault.seconds, server)
 
     async def _end_sessions(self, fault: Planned) -> None:
         server = self._server(fault)
@@ -152,15 +150,11 @@ class Faults:
 
     async def _crash_broker(self, fault: Planned) -> None:
         async with self._broker_alone:
-            await asyncio.to_thread(self._broker.crash)
-            await asyncio.sleep(fault.seconds)
-            await asyncio.to_thread(self._broker.start)
+            await _away(CRASH, fault.seconds, self._broker)
 
     async def _restart_broker(self, fault: Planned) -> None:
         async with self._broker_alone:
-            await asyncio.to_thread(self._broker.stop)
-            await asyncio.sleep(fault.seconds)
-            await asyncio.to_thread(self._broker.start)
+            await _away(STOP, fault.seconds, self._broker)
 
     async def _memory_alarm(self, fault: Planned) -> None:
         """Nobody may publish, until there is memory again."""
@@ -202,18 +196,12 @@ class Faults:
     # All servers at once.
 
     async def _crash_everything(self, fault: Planned) -> None:
-        servers = [*self._servers, self._broker]
         async with self._all_alone():
-            await asyncio.gather(*(asyncio.to_thread(server.crash) for server in servers))
-            await asyncio.sleep(fault.seconds)
-            await asyncio.gather(*(asyncio.to_thread(server.start) for server in servers))
+            await _away(CRASH, fault.seconds, *self._servers, self._broker)
 
     async def _restart_everything(self, fault: Planned) -> None:
-        servers = [*self._servers, self._broker]
         async with self._all_alone():
-            await asyncio.gather(*(asyncio.to_thread(server.stop) for server in servers))
-            await asyncio.sleep(fault.seconds)
-            await asyncio.gather(*(asyncio.to_thread(server.start) for server in servers))
+            await _away(STOP, fault.seconds, *self._servers, self._broker)
 
     @asynccontextmanager
     async def _all_alone(self) -> AsyncIterator[None]:
@@ -258,6 +246,13 @@ class Faults:
         link = self._crew.named(fault.target).broker_link
         assert link is not None
         return link
+
+
+async def _away(end: methodcaller, seconds: float, *servers: PostgresqlDatabase | Broker) -> None:
+    """End them all at once, and start them again after a while."""
+    await asyncio.gather(*(asyncio.to_thread(end, server) for server in servers))
+    await asyncio.sleep(seconds)
+    await asyncio.gather(*(asyncio.to_thread(server.start) for server in servers))
 
 
 async def _swallow(link: Link, seconds: float) -> None:

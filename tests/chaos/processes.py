@@ -44,13 +44,7 @@ class Member:
     """A place in the crew: a process, and after its end the next one."""
 
     def __init__(
-        self,
-        role: str,
-        number: int,
-        home: Home,
-        options: Mapping[str, str],
-        here: Surroundings,
-        rig: Historian,
+        self, role: str, number: int, home: Home, options: Mapping[str, str], here: Surroundings, rig: Historian
     ) -> None:
         self.role = role
         self.name = f"{role}-{number}"

@@ -150,6 +150,6 @@ LONG: Mapping[str, Profile] = {
         _LONG,
         replace(_over_rabbitmq(_LONG), messages=100_000, slow_share=0.003, backlog=3000),
         replace(_SHORT_ON_SQLITE, seconds=180, faults=40, messages=5_000, kills=0.001, disk=256 * MEBIBYTE),
-        replace(_of_two_services(_LONG), messages=50_000, slow_share=0.003, backlog=1000),
+        replace(_of_two_services(_LONG), messages=30_000, slow_share=0.003, backlog=1000),
     )
 }
