@@ -15,7 +15,7 @@ from tests.chaos.run import run
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--seed", type=int, help="the same faults as an earlier run (default: new ones)")
-    parser.add_argument("--minutes", type=float, help="of each run (default: 10 on PostgreSQL, 3 on SQLite)")
+    parser.add_argument("--minutes", type=float, help="of each run (default: 3 on SQLite, 10 elsewhere)")
     parser.add_argument("--database", choices=LONG, help="this one alone (default: one after the other)")
     arguments = parser.parse_args()
     for number in (signal.SIGINT, signal.SIGTERM):

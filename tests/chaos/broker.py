@@ -1,4 +1,4 @@
-"""Broker: PostgreSQL with a RabbitMQ beside it, which may be crashed, and what the rig asks of both."""
+"""Broker: a RabbitMQ that may be crashed, with a proxy before it, and what the rig asks of it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import ExitStack, asynccontextmanager, suppress
+from typing import Self
 
 import aiormq
 from aiormq.abc import AbstractChannel
@@ -14,17 +15,15 @@ from outbox.core.message import Message
 from outbox.testing.programs import ServerFailed
 from outbox.testing.servers import RabbitMQ
 from outbox.transports.rabbitmq.properties import Envelope
-from tests.chaos.checker import Buried, FinalTables
-from tests.chaos.database import PostgresqlDatabase
+from tests.chaos.checker import Buried
 from tests.chaos.history import Emitted
-from tests.chaos.proxy import Link
+from tests.chaos.proxy import Link, Proxy
 
 EXCHANGE = "outbox"
 DEAD_LETTERS = ".dlq"
 LONELY_QUEUE, LONELY_BINDING = "poison", "poison.*"  # the only binding without which its messages go nowhere else
 SPARE_QUEUE = "spare"  # the only queue that can be deleted without a loss
 TICK = 500.0  # milliseconds after which a queue tells how many messages it holds
-EMPTY_FOR = 5.0  # seconds after which they are believed to be empty
 LOOK_EVERY = 2.0  # seconds: rabbitmqctl is a program of its own, which takes its time
 USUAL_MEMORY, NO_MEMORY = "0.4", "0.000001"  # of the machine's, above which nobody may publish
 ANSWER_WITHIN = 30.0  # seconds
@@ -39,37 +38,42 @@ class _CountingBroker(RabbitMQ):
         return {**variables, "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": arguments}
 
 
-class RabbitmqDatabase(PostgresqlDatabase):
-    """The outbox in PostgreSQL, the queues in RabbitMQ, and a proxy before each."""
+class Broker:
+    """Where the queues of all services are."""
 
-    name = "rabbitmq"
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+        self._server = _CountingBroker(management=False)
+        self._proxy = Proxy()
+        self._looked_at, self._in_queues = 0.0, 0
 
-    def _start(self, stack: ExitStack) -> None:
-        super()._start(stack)
-        self._broker = stack.enter_context(_CountingBroker(management=False))
-        self._looked_at, self._in_queues, self._empty_since = 0.0, 0, time.monotonic()
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            stack.enter_context(self._server)
+            stack.enter_context(self._proxy)
+            self._stack = stack.pop_all()
+        return self
 
-    def broker_link(self, name: str) -> Link:
-        return self._proxy.broker_link(name, self._broker.port)
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
 
-    def environment(self, broker_link: Link | None) -> dict[str, str]:
-        assert broker_link is not None
-        return {"OUTBOX_RABBITMQ_URL": f"amqp://guest:guest@127.0.0.1:{broker_link.port}/?heartbeat=2"}
+    def link(self, name: str) -> Link:
+        return self._proxy.broker_link(name, self._server.port)
 
     # Faults.
 
-    def crash_broker(self) -> None:
-        self._broker.kill()
+    def crash(self) -> None:
+        self._server.kill()
 
-    def stop_broker(self) -> None:
-        self._broker.stop()
+    def stop(self) -> None:
+        self._server.stop()
 
-    def start_broker(self) -> None:
-        self._broker.start()
+    def start(self) -> None:
+        self._server.start()
 
     def alarm(self, on: bool) -> None:
         """Let the broker believe that it has no memory left."""
-        self._broker.control("set_vm_memory_high_watermark", NO_MEMORY if on else USUAL_MEMORY)
+        self._server.control("set_vm_memory_high_watermark", NO_MEMORY if on else USUAL_MEMORY)
 
     def unbind(self) -> None:
         asyncio.run(self._with_channel(lambda channel: channel.queue_unbind(LONELY_QUEUE, EXCHANGE, LONELY_BINDING)))
@@ -88,13 +92,7 @@ class RabbitmqDatabase(PostgresqlDatabase):
     # Looking.
 
     def waiting(self) -> int:
-        count = super().waiting() + self._messages_in_queues()
-        if count:
-            self._empty_since = time.monotonic()
-        return count or int(time.monotonic() - self._empty_since < EMPTY_FOR)
-
-    def _messages_in_queues(self) -> int:
-        """As of a moment ago; whoever is down is asked again."""
+        """Messages in queues, as of a moment ago; whoever is down is asked again."""
         if time.monotonic() - self._looked_at > LOOK_EVERY:
             with suppress(ServerFailed):
                 counts = dict(line.split("\t") for line in self._listed("name", "messages") if "\t" in line)
@@ -104,40 +102,29 @@ class RabbitmqDatabase(PostgresqlDatabase):
                 self._looked_at = time.monotonic()
         return self._in_queues
 
-    def final_tables(self) -> FinalTables:
-        return asyncio.run(self._with_queues(super().final_tables()))
+    def final_queues(self) -> tuple[list[tuple[str, str]], list[Buried]]:
+        """What waits, by message id and queue, and what is dead."""
+        return asyncio.run(self._emptied())
 
-    async def _dead_letters(self) -> tuple[Buried, ...]:
-        return ()  # they are in the broker
-
-    async def _with_queues(self, tables: FinalTables) -> FinalTables:
-        names = [
-            line for line in self._broker.control("list_queues", "--silent", "name").splitlines() if line != "name"
-        ]
-        buried, waiting = [], list(tables.waiting)
+    async def _emptied(self) -> tuple[list[tuple[str, str]], list[Buried]]:
+        waiting, buried = [], []
         async with self._channel() as channel:
-            for name in names:
+            for name in self._listed("name"):
+                if name == "name":  # a heading
+                    continue
                 async for message, envelope in _contents(channel, name):
                     if name.endswith(DEAD_LETTERS):
                         buried.append(_buried(message, envelope, name.removesuffix(DEAD_LETTERS)))
                     else:
                         waiting.append((message.id, name))
-        return FinalTables(
-            orders=tables.orders,
-            effects=tables.effects,
-            waiting=tuple(waiting),
-            dead_letters=tuple(buried),
-            changes=tables.changes,
-            open_sessions=tables.open_sessions,
-            at_least_once=True,
-        )
+        return waiting, buried
 
     def _listed(self, *columns: str) -> list[str]:
-        return self._broker.control("list_queues", "--silent", *columns).splitlines()
+        return self._server.control("list_queues", "--silent", *columns).splitlines()
 
     @asynccontextmanager
     async def _channel(self) -> AsyncIterator[AbstractChannel]:
-        connection = await aiormq.connect(self._broker.url)
+        connection = await aiormq.connect(self._server.url)
         try:
             yield await connection.channel()
         finally:
@@ -160,12 +147,4 @@ async def _contents(channel: AbstractChannel, queue: str) -> AsyncIterator[tuple
 
 def _buried(message: Message, envelope: Envelope, queue: str) -> Buried:
     reason = envelope.headers["outbox-reason"][5:].decode()
-    emitted = Emitted(
-        id=message.id,
-        routing_key=message.routing_key,
-        body=message.body,
-        headers=dict(message.headers),
-        key=message.key,
-        content_type=message.content_type,
-    )
-    return Buried(emitted, queue, reason, envelope.attempt_count, envelope.crashes or 0, envelope.history)
+    return Buried(Emitted.of(message), queue, reason, envelope.attempt_count, envelope.crashes or 0, envelope.history)

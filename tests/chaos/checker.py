@@ -12,7 +12,7 @@ from enum import StrEnum
 from hashlib import sha256
 
 from tests.chaos.fates import FATES, MOST_ATTEMPTS, MOST_CRASHES, QUEUES
-from tests.chaos.history import COMMITTED, ROLLED_BACK, UNKNOWN, Emitted, History
+from tests.chaos.history import COMMITTED, ROLLED_BACK, UNKNOWN, UNTOLD, Emitted, History
 
 RECOVERY = 10.0  # seconds within which work resumes once the faults are over
 STOPPING = 20.0  # seconds within which a process that was told to stop is gone
@@ -46,6 +46,7 @@ class Kind(StrEnum):
     IDLE = "idle"  # no work was done after the last fault
     DESERTED = "deserted"  # a process ended that nobody had told to
     HUNG = "hung"  # a process did not end when it was told to
+    UNBALANCED = "unbalanced"  # services differ about the balance of an account
 
 
 @dataclass(frozen=True)
@@ -97,8 +98,17 @@ class Change:
 
 
 @dataclass(frozen=True)
+class Balance:
+    """What one book says of an account."""
+
+    book: str
+    account: str
+    balance: int
+
+
+@dataclass(frozen=True)
 class FinalTables:
-    """What the database held in the end."""
+    """What the databases held in the end."""
 
     orders: frozenset[str] = frozenset()
     effects: tuple[Effect, ...] = ()
@@ -107,6 +117,7 @@ class FinalTables:
     changes: tuple[Change, ...] = ()  # in the order in which they happened to each row
     open_sessions: int = 0  # of processes that should be gone
     at_least_once: bool = False  # a broker may deliver a message twice, and then it may have two dead letters
+    balances: tuple[Balance, ...] = ()
 
 
 def check(history: History, tables: FinalTables) -> list[Violation]:
@@ -121,6 +132,7 @@ def check(history: History, tables: FinalTables) -> list[Violation]:
         *_leases(tables),
         *_recovery(history, tables),
         *_processes(history),
+        *_balances(tables),
     ]
 
 
@@ -171,7 +183,7 @@ def _transactions(history: History, tables: FinalTables) -> Iterator[Violation]:
             yield Violation(Kind.TORN, number, "the producer was told that it committed, and its row is not there")
         if transaction.outcome == ROLLED_BACK and found:
             yield Violation(Kind.TORN, number, "the producer was told that it rolled back, and its row is there")
-        if transaction.outcome == UNKNOWN and tables.open_sessions:
+        if transaction.outcome in (UNKNOWN, UNTOLD) and tables.open_sessions:
             yield Violation(Kind.UNRESOLVED, number, f"{tables.open_sessions} sessions are still open")
 
 
@@ -304,6 +316,17 @@ def _processes(history: History) -> Iterator[Violation]:
             yield Violation(Kind.DESERTED, ending.process, f"it ended by itself with code {ending.code}")
         if ending.told and ending.seconds > STOPPING * TOLERANCE:
             yield Violation(Kind.HUNG, ending.process, f"it took {ending.seconds:.0f} s to stop")
+
+
+def _balances(tables: FinalTables) -> Iterator[Violation]:
+    """Every book says the same of an account, whatever service keeps it."""
+    books = sorted({each.book for each in tables.balances})
+    told = {(each.account, each.book): each.balance for each in tables.balances}
+    for account in sorted({each.account for each in tables.balances}):
+        balances = {book: told.get((account, book), 0) for book in books}
+        if len(set(balances.values())) > 1:
+            detail = ", ".join(f"{book} {balance}" for book, balance in balances.items())
+            yield Violation(Kind.UNBALANCED, account, detail)
 
 
 def digest(message: Emitted) -> str:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
-from typing import ClassVar, Self
+from typing import Self
 
-from sqlalchemy import URL, Connection, NullPool, create_engine, func, make_url, select, text
+from sqlalchemy import URL, Connection, NullPool, create_engine, func, insert, make_url, select, text
 from sqlalchemy.exc import SQLAlchemyError
 
 from outbox import Outbox
 from outbox.testing.programs import account
 from outbox.testing.servers import PostgreSQL
 from tests.chaos import tables
-from tests.chaos.checker import Buried, Change, Effect, FinalTables
+from tests.chaos.checker import Balance, Buried, Change, Effect, FinalTables
 from tests.chaos.disk import Disk
 from tests.chaos.history import Emitted
 from tests.chaos.proxy import Link, Proxy
@@ -28,8 +28,6 @@ MEBIBYTE = 1024 * 1024
 
 class Database(ABC):
     """Where the application and its outbox live."""
-
-    name: ClassVar[str]
 
     def __init__(self, disk_size: int) -> None:
         self.disk = Disk(disk_size)
@@ -63,14 +61,6 @@ class Database(ABC):
     def link(self, name: str) -> Link | None:
         """A way through the proxy for one process, where there is one."""
 
-    def broker_link(self, name: str) -> Link | None:
-        """A way through the proxy to a broker, where there is one."""
-        return None
-
-    def environment(self, broker_link: Link | None) -> dict[str, str]:
-        """What else a process must be told."""
-        return {}
-
     @contextmanager
     def connection(self) -> Iterator[Connection]:
         engine = create_engine(self.url, poolclass=NullPool)
@@ -89,6 +79,16 @@ class Database(ABC):
             tables.metadata.create_all(connection)
             for statement in tables.TRIGGERS[self.url.get_backend_name()]:
                 connection.exec_driver_sql(statement)
+
+    def open_books(self, books: Sequence[str], accounts: int) -> None:
+        """Balances of nothing yet."""
+        rows = [
+            {"book": book, "account": tables.account(number), "balance": 0}
+            for book in books
+            for number in range(accounts)
+        ]
+        with self.connection() as connection:
+            connection.execute(insert(tables.balances), rows)
 
     # Looking.
 
@@ -125,6 +125,7 @@ class Database(ABC):
                 dead_letters=asyncio.run(self._dead_letters()),
                 changes=tuple(self._changes(connection)),
                 open_sessions=self.open_sessions(),
+                balances=tuple(self._balances(connection)),
             )
 
     def _effects(self, connection: Connection) -> Iterator[Effect]:
@@ -135,6 +136,10 @@ class Database(ABC):
         for row in connection.execute(text(f"SELECT message_id, destination FROM {tables.TABLE_NAME}")):
             yield row.message_id, row.destination
 
+    def _balances(self, connection: Connection) -> Iterator[Balance]:
+        for row in connection.execute(select(tables.balances)):
+            yield Balance(row.book, row.account, row.balance)
+
     async def _dead_letters(self) -> tuple[Buried, ...]:
         """As the library itself shows them."""
         its_outbox = Outbox(db_engine_url=str(self.url), table_name=tables.TABLE_NAME)
@@ -142,14 +147,7 @@ class Database(ABC):
         await its_outbox.close()
         return tuple(
             Buried(
-                message=Emitted(
-                    id=letter.message.id,
-                    routing_key=letter.message.routing_key,
-                    body=letter.message.body,
-                    headers=dict(letter.message.headers),
-                    key=letter.message.key,
-                    content_type=letter.message.content_type,
-                ),
+                message=Emitted.of(letter.message),
                 queue=letter.queue or "",
                 reason=letter.reason,
                 attempts=letter.attempt_count,
@@ -199,8 +197,6 @@ class _ServerOnDisk(PostgreSQL):
 
 class PostgresqlDatabase(Database):
     """A private server, so it may be crashed, with a proxy before it."""
-
-    name = "postgresql"
 
     def _start(self, stack: ExitStack) -> None:
         self._server = stack.enter_context(_ServerOnDisk(self.disk))
@@ -267,8 +263,6 @@ class PostgresqlDatabase(Database):
 
 class SqliteDatabase(Database):
     """A file."""
-
-    name = "sqlite"
 
     def _start(self, stack: ExitStack) -> None:
         self._file = self.disk.folder / "chaos.db"

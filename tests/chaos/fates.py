@@ -14,10 +14,15 @@ MOST_ATTEMPTS = 3  # after as many planned failures a message is dead
 MOST_CRASHES = 3  # after as many dead workers a poisonous message is dead
 FOREVER = 1_000_000
 
+REPLIES: Mapping[str, tuple[str, ...]] = {
+    "reply.shipped": ("confirmations",),
+    "reply.booked": ("bookings",),
+}
 QUEUES: Mapping[str, tuple[str, ...]] = {
     "order.placed": ("invoices",),
     "order.shared": ("invoices", "ledger"),
     "poison.pill": ("poison",),
+    **REPLIES,
 }
 
 

@@ -8,15 +8,19 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from operator import methodcaller
 
-from tests.chaos.broker import RabbitmqDatabase
+from tests.chaos.application import Application
+from tests.chaos.broker import Broker
 from tests.chaos.database import Database, PostgresqlDatabase
 from tests.chaos.processes import RELAY, WORKER, Crew, Member
 from tests.chaos.proxy import CONFIRM, Link
 from tests.chaos.schedule import Planned
 
 HOUR = 3600.0
+CRASH, STOP = methodcaller("crash"), methodcaller("stop")
 STRIKE_WITHIN = 20.0  # seconds
 BACK_WITHIN = 60.0  # seconds, for a queue whose workers may be struck by other faults meanwhile
 LOOK_EVERY = 0.05  # seconds
@@ -29,10 +33,10 @@ class Missed(Exception):
 class Faults:
     """Does what the schedule says."""
 
-    def __init__(self, crew: Crew, database: Database) -> None:
+    def __init__(self, crew: Crew, application: Application) -> None:
         self._crew = crew
-        self._database = database
-        self._alone = asyncio.Lock()  # a database can be down for one reason at a time
+        self._application = application
+        self._alone = {database: asyncio.Lock() for database in application.databases}  # down for one reason at a time
         self._broker_alone = asyncio.Lock()
         self._ways: Mapping[str, Callable[[Planned], Awaitable[None]]] = {
             "kill a producer": self._kill,
@@ -58,6 +62,8 @@ class Faults:
             "cut from the broker": self._cut_from_the_broker,
             "black hole to the broker": self._black_hole_to_the_broker,
             "cut at confirm": self._cut_at_confirm,
+            "crash everything": self._crash_everything,
+            "restart everything": self._restart_everything,
         }
 
     async def strike(self, fault: Planned) -> None:
@@ -91,30 +97,30 @@ class Faults:
     # The database.
 
     async def _full_disk(self, fault: Planned) -> None:
-        async with self._alone:
+        database = self._database(fault)
+        async with self._alone[database]:
             try:
-                await asyncio.to_thread(self._database.disk.fill)
+                await asyncio.to_thread(database.disk.fill)
                 await asyncio.sleep(fault.seconds)
             finally:
-                self._database.disk.free()
-                if isinstance(self._database, PostgresqlDatabase):
-                    await asyncio.to_thread(self._database.recover)
+                database.disk.free()
+                if isinstance(database, PostgresqlDatabase):
+                    await asyncio.to_thread(database.recover)
 
     async def _crash(self, fault: Planned) -> None:
-        async with self._alone:
-            await asyncio.to_thread(self._server.crash)
-            await asyncio.sleep(fault.seconds)
-            await asyncio.to_thread(self._server.start)
+        server = self._server(fault)
+        async with self._alone[server]:
+            await _away(CRASH, fault.seconds, server)
 
     async def _restart(self, fault: Planned) -> None:
-        async with self._alone:
-            await asyncio.to_thread(self._server.stop)
-            await asyncio.sleep(fault.seconds)
-            await asyncio.to_thread(self._server.start)
+        server = self._server(fault)
+        async with self._alone[server]:
+            await _away(STOP, fault.seconds, server)
 
     async def _end_sessions(self, fault: Planned) -> None:
-        async with self._alone:
-            await _until(lambda: self._server.terminate_backends(max(0.2, fault.chance)))
+        server = self._server(fault)
+        async with self._alone[server]:
+            await _until(lambda: server.terminate_backends(max(0.2, fault.chance)))
 
     # The network.
 
@@ -144,15 +150,11 @@ class Faults:
 
     async def _crash_broker(self, fault: Planned) -> None:
         async with self._broker_alone:
-            await asyncio.to_thread(self._broker.crash_broker)
-            await asyncio.sleep(fault.seconds)
-            await asyncio.to_thread(self._broker.start_broker)
+            await _away(CRASH, fault.seconds, self._broker)
 
     async def _restart_broker(self, fault: Planned) -> None:
         async with self._broker_alone:
-            await asyncio.to_thread(self._broker.stop_broker)
-            await asyncio.sleep(fault.seconds)
-            await asyncio.to_thread(self._broker.start_broker)
+            await _away(STOP, fault.seconds, self._broker)
 
     async def _memory_alarm(self, fault: Planned) -> None:
         """Nobody may publish, until there is memory again."""
@@ -191,6 +193,23 @@ class Faults:
         """The broker has taken a message, and its publisher does not hear of it."""
         await _trip(self._broker_link(fault), CONFIRM)
 
+    # All servers at once.
+
+    async def _crash_everything(self, fault: Planned) -> None:
+        async with self._all_alone():
+            await _away(CRASH, fault.seconds, *self._servers, self._broker)
+
+    async def _restart_everything(self, fault: Planned) -> None:
+        async with self._all_alone():
+            await _away(STOP, fault.seconds, *self._servers, self._broker)
+
+    @asynccontextmanager
+    async def _all_alone(self) -> AsyncIterator[None]:
+        async with AsyncExitStack() as stack:
+            for lock in (*self._alone.values(), self._broker_alone):
+                await stack.enter_async_context(lock)
+            yield
+
     async def _trip(self, fault: Planned, *commands: str) -> None:
         await _trip(self._link(fault), *commands)
 
@@ -199,15 +218,24 @@ class Faults:
         await _until(lambda: member.is_at_work)
         return member
 
-    @property
-    def _server(self) -> PostgresqlDatabase:
-        assert isinstance(self._database, PostgresqlDatabase)
-        return self._database
+    def _database(self, fault: Planned) -> Database:
+        """The one that it strikes; where there are several, its target ends in a number."""
+        _, _, number = fault.target.partition("-")
+        return self._application.databases[int(number or 0)]
+
+    def _server(self, fault: Planned) -> PostgresqlDatabase:
+        database = self._database(fault)
+        assert isinstance(database, PostgresqlDatabase)
+        return database
 
     @property
-    def _broker(self) -> RabbitmqDatabase:
-        assert isinstance(self._database, RabbitmqDatabase)
-        return self._database
+    def _servers(self) -> list[PostgresqlDatabase]:
+        return [each for each in self._application.databases if isinstance(each, PostgresqlDatabase)]
+
+    @property
+    def _broker(self) -> Broker:
+        assert self._application.broker is not None
+        return self._application.broker
 
     def _link(self, fault: Planned) -> Link:
         link = self._crew.named(fault.target).link
@@ -218,6 +246,13 @@ class Faults:
         link = self._crew.named(fault.target).broker_link
         assert link is not None
         return link
+
+
+async def _away(end: methodcaller, seconds: float, *servers: PostgresqlDatabase | Broker) -> None:
+    """End them all at once, and start them again after a while."""
+    await asyncio.gather(*(asyncio.to_thread(end, server) for server in servers))
+    await asyncio.sleep(seconds)
+    await asyncio.gather(*(asyncio.to_thread(server.start) for server in servers))
 
 
 async def _swallow(link: Link, seconds: float) -> None:

@@ -12,7 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from outbox import Message
+
 COMMITTED, ROLLED_BACK, UNKNOWN = "committed", "rolled back", "unknown"
+UNTOLD = "a listener's"  # whose worker commits, and does not tell it
 
 
 class Historian:
@@ -41,8 +44,20 @@ class Emitted:
     content_type: str
     fate: str = field(default="", compare=False)  # known to its producer alone
 
+    @classmethod
+    def of(cls, message: Message, fate: str = "") -> Emitted:
+        return cls(
+            id=message.id,
+            routing_key=message.routing_key,
+            body=message.body,
+            headers=dict(message.headers),
+            key=message.key,
+            content_type=message.content_type,
+            fate=fate,
+        )
+
     def as_facts(self) -> dict[str, Any]:
-        return {**vars(self), "headers": dict(self.headers), "body": b64encode(self.body).decode()}
+        return {**vars(self), "body": b64encode(self.body).decode()}
 
     @classmethod
     def from_facts(cls, facts: dict[str, Any]) -> Emitted:
@@ -51,7 +66,7 @@ class Emitted:
 
 @dataclass
 class Transaction:
-    """What a producer meant to commit: a row of its own, and these messages."""
+    """What a producer, or a listener that replies, meant to commit: a row of its own, and these messages."""
 
     number: str
     messages: tuple[Emitted, ...]
@@ -117,6 +132,8 @@ def _enter(line: dict[str, Any], history: History, transactions: dict[str, Trans
         case {"event": "intends", "number": number, "messages": messages, "taken_back": taken_back}:
             emitted = tuple(Emitted.from_facts(facts) for facts in messages)
             transactions[number] = Transaction(number, emitted, tuple(taken_back))
+        case {"event": "replies", "number": number, "message": facts}:
+            transactions[number] = Transaction(number, (Emitted.from_facts(facts),), outcome=UNTOLD)
         case {"event": "ended", "number": number, "outcome": outcome} if number in transactions:
             transactions[number].outcome = outcome
         case {"event": "began" | "failed" as event, "message": message_id, "queue": queue, "attempt": attempt}:

@@ -86,15 +86,8 @@ def end(fate: Fate, message: Message, queue: str, attempt: int) -> None:
 
 
 def effect(message: Message, queue: str, attempt: int) -> Insert:
-    seen = Emitted(
-        id=message.id,
-        routing_key=message.routing_key,
-        body=message.body,
-        headers=message.headers,
-        key=message.key,
-        content_type=message.content_type,
-    )
-    return insert(effects).values(message_id=message.id, queue=queue, attempt=attempt, digest=digest(seen))
+    seen = digest(Emitted.of(message))
+    return insert(effects).values(message_id=message.id, queue=queue, attempt=attempt, digest=seen)
 
 
 def kill_once(message: Message) -> None:

@@ -10,8 +10,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from tests.chaos.broker import Broker
 from tests.chaos.database import Database
 from tests.chaos.history import Historian
 from tests.chaos.surroundings import Surroundings
@@ -29,21 +31,30 @@ _PARENT_DEATH_SIGNAL = 1
 PATIENCE = 90.0  # seconds after which a process that does not heed SIGTERM is killed
 
 
+@dataclass(frozen=True)
+class Home:
+    """What the processes of one service share."""
+
+    database: Database
+    broker: Broker | None
+    listeners: str  # where its workers find them
+
+
 class Member:
     """A place in the crew: a process, and after its end the next one."""
 
     def __init__(
-        self, role: str, number: int, database: Database, options: Mapping[str, str], here: Surroundings, rig: Historian
+        self, role: str, number: int, home: Home, options: Mapping[str, str], here: Surroundings, rig: Historian
     ) -> None:
         self.role = role
         self.name = f"{role}-{number}"
         self._number = number
-        self._database = database
+        self._home = home
         self._options = options
         self._here = here
         self._rig = rig
-        self.link = database.link(self.name)
-        self.broker_link = database.broker_link(self.name)
+        self.link = home.database.link(self.name)
+        self.broker_link = home.broker.link(self.name) if home.broker else None
         self.incarnation = 0
         self.retired = False
         self._process: subprocess.Popen[bytes] | None = None
@@ -74,12 +85,13 @@ class Member:
         here = Surroundings(**{**vars(self._here), "name": self.title})
         environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith("OUTBOX_")},
-            "OUTBOX_DB_ENGINE_URL": self._database.url_for(self._number, self.link),
+            "OUTBOX_DB_ENGINE_URL": self._home.database.url_for(self._number, self.link),
             "OUTBOX_TABLE_NAME": TABLE_NAME,
-            **self._database.environment(self.broker_link),
             **self._options,
             **here.as_environment(),
         }
+        if self.broker_link is not None:
+            environment["OUTBOX_RABBITMQ_URL"] = f"amqp://guest:guest@127.0.0.1:{self.broker_link.port}/?heartbeat=2"
         if clock_shift:
             paths = [str(CLOCK), os.environ.get("PYTHONPATH", "")]
             environment |= {"CHAOS_CLOCK_SHIFT": str(clock_shift), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
@@ -154,7 +166,7 @@ class Member:
             return "-m", "tests.chaos.producer", ("async", "sync")[self._number % 2]
         if self.role == RELAY:
             return "-m", "outbox", "relay"
-        return "-m", "outbox", "worker", "tests.chaos.listeners:listeners"
+        return "-m", "outbox", "worker", self._home.listeners
 
 
 def _die_with_the_rig() -> None:

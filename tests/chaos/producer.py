@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from sqlalchemy import create_engine, insert
 from sqlalchemy.orm import Session
@@ -25,14 +26,15 @@ from sqlalchemy.orm import Session
 import outbox.sqlite
 from outbox import Message, Outbox
 from outbox.adapters import sync_url
-from tests.chaos.fates import FATES, Fate, choose
+from tests.chaos.fates import FATES, QUEUES, Fate, choose
 from tests.chaos.history import COMMITTED, ROLLED_BACK, UNKNOWN, Emitted
 from tests.chaos.surroundings import Surroundings, historian
-from tests.chaos.tables import orders
+from tests.chaos.tables import ORDERED, account, added, orders
 
 PAUSE = 0.2  # seconds after an error
 HOLD_BACK = 1.0  # seconds between two transactions while too much waits
 ROLLBACKS, SAVEPOINTS, LARGE = 0.15, 0.1, 0.01  # of all transactions, transactions, bodies
+MOST = 100  # of an amount
 
 logger = logging.getLogger("chaos")
 
@@ -42,10 +44,21 @@ class Plan:
     """One transaction, before it is tried: bodies by routing key."""
 
     number: str
-    bodies: dict[str, list[tuple[Fate, object]]]
+    bodies: dict[str, list[tuple[Fate, Any]]]
     size: int
+    account: str  # whose orders these are; empty where nobody keeps balances
     commits: bool
     savepoint: bool  # emits one more message, in a savepoint that is rolled back
+
+    @property
+    def amount(self) -> int:
+        """What is added to the account: as much as each queue will add that handles a message."""
+        return sum(
+            len(QUEUES[routing_key]) * body["amount"]
+            for routing_key, bodies in self.bodies.items()
+            for fate, body in bodies
+            if fate.reason is None
+        )
 
 
 def plans(here: Surroundings) -> Iterator[Plan]:
@@ -55,12 +68,16 @@ def plans(here: Surroundings) -> Iterator[Plan]:
     while True:
         number += 1
         size = chance.choice([1, 1, 1, 2, 3, 5, 10, 30])
+        whose = account(number % here.accounts) if here.accounts else ""
         bodies = defaultdict(list)
         for position in range(size):
             fate, routing_key = choose(chance, here.kills, here.slow_share)
-            bodies[routing_key].append((fate, _body(chance, fate, f"{here.name} {number} {position}")))
+            body = _body(chance, fate, f"{here.name} {number} {position}")
+            if here.accounts and isinstance(body, dict):
+                body |= {"account": whose, "amount": 1 + (number + position) % MOST}
+            bodies[routing_key].append((fate, body))
         commits, savepoint = chance.random() >= ROLLBACKS, chance.random() < SAVEPOINTS
-        yield Plan(f"{here.name} {number}", dict(bodies), size, commits, savepoint)
+        yield Plan(f"{here.name} {number}", dict(bodies), size, whose, commits, savepoint)
 
 
 def _body(chance: random.Random, fate: Fate, name: str) -> object:
@@ -85,17 +102,7 @@ class Attempt:
 
     def add(self, messages: list[Message], fates: list[Fate]) -> None:
         for message, fate in zip(messages, fates, strict=True):
-            self.emitted.append(
-                Emitted(
-                    id=message.id,
-                    routing_key=message.routing_key,
-                    body=message.body,
-                    headers=message.headers,
-                    key=message.key,
-                    content_type=message.content_type,
-                    fate=fate.name,
-                )
-            )
+            self.emitted.append(Emitted.of(message, fate.name))
 
     def ready(self) -> None:
         """The last word before the transaction ends, one way or the other."""
@@ -160,6 +167,8 @@ class Producer:
                     message = await self._outbox.emit(session, "order.placed", {"fate": FATES["fine"].name})
                     attempt.taken_back.append(message.id if message else "")
                     await savepoint.rollback()
+                if plan.account:
+                    await session.execute(added(ORDERED, plan.account, plan.amount))
                 attempt.ready()
             attempt.committed()
 
@@ -175,6 +184,8 @@ class Producer:
             message = self._outbox.emit_sync(session, "order.placed", {"fate": FATES["fine"].name})
             attempt.taken_back.append(message.id if message else "")
             savepoint.rollback()
+        if plan.account:
+            session.execute(added(ORDERED, plan.account, plan.amount))
 
     @contextmanager
     def _attempted(self, plan: Plan) -> Iterator[Attempt]:

@@ -2,30 +2,39 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from tests.chaos.broker import RabbitmqDatabase
-from tests.chaos.database import MEBIBYTE, Database, PostgresqlDatabase, SqliteDatabase
+from tests.chaos.application import Service
+from tests.chaos.database import MEBIBYTE, PostgresqlDatabase, SqliteDatabase
 from tests.chaos.processes import PRODUCER, RELAY, WORKER
-from tests.chaos.schedule import ON_POSTGRESQL, ON_RABBITMQ, ON_SQLITE
+from tests.chaos.schedule import (
+    DATABASE,
+    ON_POSTGRESQL,
+    ON_RABBITMQ,
+    ON_SQLITE,
+    ON_TWO_SERVICES,
+    SHORTLY_ON_TWO_SERVICES,
+)
+from tests.chaos.tables import CONFIRMED, ORDERED, SHIPPED
 
-_KINDS: Mapping[type[Database], Sequence[str]] = {
-    PostgresqlDatabase: ON_POSTGRESQL,
-    RabbitmqDatabase: ON_RABBITMQ,
-    SqliteDatabase: ON_SQLITE,
-}
+_FEW = {PRODUCER: 2, RELAY: 1, WORKER: 2}
+_MANY = {PRODUCER: 2, RELAY: 2, WORKER: 3}
 
 
 @dataclass(frozen=True)
 class Profile:
     """How large a run is."""
 
-    database: type[Database]
+    name: str
+    services: Sequence[Service]
+    kinds: Sequence[str]  # of faults
     seconds: float  # over which the faults are spread
     faults: int
     messages: int  # to emit at least, those that are rolled back not counted
-    members: Mapping[str, int] = field(default_factory=lambda: {PRODUCER: 2, RELAY: 1, WORKER: 2})
+    has_broker: bool = False
+    accounts: int = 0  # whose balances the services keep
     lease: float = 3.0
     poll_interval: float = 0.5
     slow: float = 3.5  # seconds, longer than a lease
@@ -36,8 +45,15 @@ class Profile:
     patience: float = 180.0  # seconds without any progress after which something is stuck
 
     @property
-    def kinds(self) -> Sequence[str]:
-        return _KINDS[self.database]
+    def members(self) -> Mapping[str, int]:
+        """How many there are of each role, in all services."""
+        return sum((Counter(service.members) for service in self.services), Counter())
+
+    @property
+    def targets(self) -> Mapping[str, int]:
+        """Of whom there are several, when a fault looks for somebody to strike."""
+        databases = {target: len(self.services) for target in DATABASE if len(self.services) > 1}
+        return {**self.members, **databases}
 
     @property
     def rate(self) -> float:
@@ -55,30 +71,85 @@ class Profile:
         )
 
 
-_SHORT = Profile(PostgresqlDatabase, seconds=22, faults=17, messages=1000, slow_share=0.03, kills=0.002)
+_SHORT = Profile(
+    "postgresql",
+    (Service(PostgresqlDatabase, _FEW),),
+    ON_POSTGRESQL,
+    seconds=22,
+    faults=17,
+    messages=1000,
+    slow_share=0.03,
+    kills=0.002,
+)
 _SHORT_ON_SQLITE = Profile(
-    SqliteDatabase, seconds=12, faults=8, messages=300, slow=0.1, kills=0.003, disk=64 * MEBIBYTE
+    "sqlite",
+    (Service(SqliteDatabase, _FEW),),
+    ON_SQLITE,
+    seconds=12,
+    faults=8,
+    messages=300,
+    slow=0.1,
+    kills=0.003,
+    disk=64 * MEBIBYTE,
 )
 _LONG = Profile(
-    PostgresqlDatabase,
+    "postgresql",
+    (Service(PostgresqlDatabase, _MANY),),
+    ON_POSTGRESQL,
     seconds=600,
     faults=150,
     messages=52_000,
-    members={PRODUCER: 2, RELAY: 2, WORKER: 3},
     lease=5.0,
     slow=7.0,
     disk=1024 * MEBIBYTE,
     backlog=2000,
 )
 
+
+def _over_rabbitmq(profile: Profile) -> Profile:
+    return replace(profile, name="rabbitmq", kinds=ON_RABBITMQ, has_broker=True)
+
+
+_ORDERS = Service(
+    PostgresqlDatabase, {PRODUCER: 2, RELAY: 1, WORKER: 1}, "tests.chaos.services:ordering", (ORDERED, CONFIRMED)
+)
+_SHIPPING = Service(PostgresqlDatabase, {RELAY: 1, WORKER: 2}, "tests.chaos.services:shipping", (SHIPPED,))
+
+
+def _of_two_services(profile: Profile) -> Profile:
+    return replace(
+        _over_rabbitmq(profile),
+        name="two-services",
+        services=(_ORDERS, _SHIPPING),
+        kinds=ON_TWO_SERVICES,
+        accounts=50,
+    )
+
+
 SHORT: Mapping[str, Profile] = {
-    "postgresql": _SHORT,
-    "rabbitmq": replace(_SHORT, database=RabbitmqDatabase, seconds=40, faults=28, messages=1500, slow_share=0.02),
-    "sqlite": _SHORT_ON_SQLITE,
+    profile.name: profile
+    for profile in (
+        _SHORT,
+        replace(_over_rabbitmq(_SHORT), seconds=40, faults=28, messages=1500, slow_share=0.02),
+        _SHORT_ON_SQLITE,
+        replace(
+            _of_two_services(_SHORT),
+            kinds=SHORTLY_ON_TWO_SERVICES,
+            seconds=10,
+            faults=13,
+            messages=200,
+            slow_share=0.005,
+            backlog=60,
+        ),
+    )
 }
 
 LONG: Mapping[str, Profile] = {
-    "postgresql": _LONG,
-    "rabbitmq": replace(_LONG, database=RabbitmqDatabase, messages=100_000, slow_share=0.003, backlog=3000),
-    "sqlite": replace(_SHORT_ON_SQLITE, seconds=180, faults=40, messages=5_000, kills=0.001, disk=256 * MEBIBYTE),
+    profile.name: profile
+    for profile in (
+        _LONG,
+        replace(_over_rabbitmq(_LONG), messages=100_000, slow_share=0.003, backlog=3000),
+        replace(_SHORT_ON_SQLITE, seconds=180, faults=40, messages=5_000, kills=0.001, disk=256 * MEBIBYTE),
+        replace(_of_two_services(_LONG), messages=30_000, slow_share=0.003, backlog=1000),
+    )
 }

@@ -39,7 +39,7 @@ class Report:
     def lines(self) -> list[str]:
         """The table."""
         return [
-            f"{self.profile.database.name}, seed {self.seed}, {self.seconds:.0f} s",
+            f"{self.profile.name}, seed {self.seed}, {self.seconds:.0f} s",
             "",
             *self._faults(),
             "",
@@ -77,6 +77,9 @@ class Report:
         yield f"  transactions         {outcomes.total():>9}   {told}"
         yield f"  runs of listeners    {sum(not run.failed for run in self.history.runs):>9}"
         yield f"  audited writes       {len(self.tables.changes):>9}"
+        if balances := self.tables.balances:
+            accounts = {each.account for each in balances}
+            yield f"  balances compared    {len(balances):>9}   of {len(accounts)} accounts"
         yield f"  processes that ended {len(self.history.endings):>9}   {killed} killed"
 
     def evidence(self) -> Iterator[str]:

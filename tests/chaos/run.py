@@ -6,18 +6,19 @@ import asyncio
 import shutil
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 
 from sqlalchemy.exc import SQLAlchemyError
 
 from tests.chaos import checker, history
-from tests.chaos.database import Database
+from tests.chaos.application import Application
 from tests.chaos.faults import Faults, Missed
 from tests.chaos.history import Historian
-from tests.chaos.processes import PRODUCER, RELAY, WORKER, Crew, Member
+from tests.chaos.processes import PRODUCER, RELAY, WORKER, Crew, Home, Member
 from tests.chaos.profiles import Profile
 from tests.chaos.report import Report
 from tests.chaos.schedule import Planned, schedule
@@ -37,10 +38,10 @@ def run(profile: Profile, seed: int, say: Say = lambda _: None) -> Report:
     for name in ("histories", "logs", "killed"):
         (folder / name).mkdir()
     began = time.monotonic()
-    with profile.database(profile.disk) as database:
-        rig = _Rig(profile, seed, folder, database, say)
+    with Application(profile.services, profile.disk, profile.accounts, has_broker=profile.has_broker) as application:
+        rig = _Rig(profile, seed, folder, application, say)
         asyncio.run(rig.run())
-        told, tables = history.read(folder / "histories"), database.final_tables()
+        told, tables = history.read(folder / "histories"), application.final_tables()
     say("checking")
     violations = checker.check(told, tables)
     seconds = time.monotonic() - began
@@ -55,11 +56,11 @@ def run(profile: Profile, seed: int, say: Say = lambda _: None) -> Report:
 class _Rig:
     """Starts everything, lets the faults strike, and waits until nothing moves any more."""
 
-    def __init__(self, profile: Profile, seed: int, folder: Path, database: Database, say: Say) -> None:
+    def __init__(self, profile: Profile, seed: int, folder: Path, application: Application, say: Say) -> None:
         self._profile = profile
         self._seed = seed
         self._folder = folder
-        self._database = database
+        self._application = application
         self._say = say
         self._history = Historian(folder / "histories" / "rig.jsonl")
         self._here = Surroundings(
@@ -70,11 +71,10 @@ class _Rig:
             slow_share=profile.slow_share,
             kills=profile.kills,
             rate=profile.rate,
+            accounts=profile.accounts,
         )
-        self._crew = Crew(
-            [self._member(role, number) for role, many in profile.members.items() for number in range(many)]
-        )
-        self._faults = Faults(self._crew, database)
+        self._crew = Crew(list(self._members()))
+        self._faults = Faults(self._crew, application)
         self.missed: Counter[str] = Counter()
         self.skipped: dict[str, str] = {}
 
@@ -97,14 +97,14 @@ class _Rig:
         await self._until(self._crew.is_at_work, STARTING)
         calm_since = time.time()
         self._history.note("calm")
-        emitted = await self._while_it_moves(self._database.emitted, lambda count: count >= self._profile.messages)
-        await self._until(lambda: self._database.effects(calm_since) > 0, self._profile.patience)
+        emitted = await self._while_it_moves(self._application.emitted, lambda count: count >= self._profile.messages)
+        await self._until(lambda: self._application.effects(calm_since) > 0, self._profile.patience)
         await self._crew.retire(PRODUCER)
         self._say(f"{emitted} messages are emitted, and no more will be")
-        waiting = await self._while_it_moves(self._database.waiting, lambda count: not count)
+        waiting = await self._while_it_moves(self._application.waiting, lambda count: not count)
         self._say(f"{waiting} messages wait")
         await self._crew.retire(RELAY, WORKER)
-        await self._until(lambda: not self._database.open_sessions(), STARTING)
+        await self._until(lambda: not self._application.open_sessions(), STARTING)
 
     async def _strike(self) -> None:
         """Let every fault of the schedule strike at its moment, whatever the others are doing.
@@ -117,18 +117,19 @@ class _Rig:
         for position, fault in enumerate(faults):
             await asyncio.sleep(max(0.0, began + fault.at - time.monotonic()))
             work = PACE * self._profile.messages * position / len(faults)
-            await self._until(lambda: self._database.effects() >= work, PATIENCE)  # noqa: B023
+            await self._until(lambda: self._application.effects() >= work, PATIENCE)  # noqa: B023
             striking.append(asyncio.create_task(self._struck(fault)))
         await asyncio.gather(*striking)
 
     def _planned(self) -> list[Planned]:
         profile = self._profile
         kinds = list(profile.kinds)
-        if self._database.disk.reason:
+        reason = self._application.why_no_disk_can_be_full()
+        if reason and "full disk" in kinds:
             kinds.remove("full disk")
-            self.skipped["full disk"] = self._database.disk.reason
-            self._say(f"skipped: full disk: {self._database.disk.reason}")
-        return schedule(self._seed, kinds, profile.faults, profile.seconds, profile.lease, profile.members)
+            self.skipped["full disk"] = reason
+            self._say(f"skipped: full disk: {reason}")
+        return schedule(self._seed, kinds, profile.faults, profile.seconds, profile.lease, profile.targets)
 
     async def _struck(self, fault: Planned) -> None:
         began = time.time()
@@ -144,7 +145,7 @@ class _Rig:
         """Tell producers when workers do not keep up: faults shall meet work, not a mountain of it."""
         while True:
             with suppress(SQLAlchemyError):  # the database is away, by a fault that goes on
-                too_much = await asyncio.to_thread(self._database.waiting) > self._profile.backlog
+                too_much = await asyncio.to_thread(self._application.waiting) > self._profile.backlog
                 if too_much:
                     self._here.enough.touch()
                 else:
@@ -176,11 +177,19 @@ class _Rig:
                 task.result()
         await asyncio.sleep(LOOK_EVERY)
 
-    def _member(self, role: str, number: int) -> Member:
+    def _members(self) -> Iterator[Member]:
+        """Those of every service; a name is one in all of them."""
+        numbers: dict[str, Iterator[int]] = defaultdict(count)
+        for service, home in zip(self._profile.services, self._application.homes, strict=True):
+            for role, many in service.members.items():
+                for _ in range(many):
+                    yield self._member(role, next(numbers[role]), home)
+
+    def _member(self, role: str, number: int, home: Home) -> Member:
         options = {
             "OUTBOX_LEASE": f"{self._profile.lease}s",
             "OUTBOX_POLL_INTERVAL": f"{self._profile.poll_interval}s",
             "OUTBOX_GRACE": "5s",
             "OUTBOX_PREFETCH_COUNT": "100",
         }
-        return Member(role, number, self._database, options, self._here, self._history)
+        return Member(role, number, home, options, self._here, self._history)

@@ -54,8 +54,29 @@ KINDS_OF_BROKER: Mapping[str, Kind] = {
     "cut at confirm": Kind((RELAY, WORKER, RELAY), 3),
 }
 
+KINDS_OF_SERVICES: Mapping[str, Kind] = {
+    "crash everything": Kind(EVERYBODY, 1, 0.0, 0.8),
+    "restart everything": Kind(EVERYBODY, 1, 0.0, 0.3),
+}
+
 ON_POSTGRESQL = tuple(KINDS)
 ON_RABBITMQ = (*KINDS, *KINDS_OF_BROKER)
+
+ON_TWO_SERVICES = (*ON_RABBITMQ, *KINDS_OF_SERVICES)
+SHORTLY_ON_TWO_SERVICES = (
+    "kill a producer",
+    "kill a relay",
+    "kill a worker",
+    "freeze",
+    "crash the database",
+    "cut",
+    "cut at commit",
+    "cut at write",
+    "cut from the broker",
+    "black hole to the broker",
+    "cut at confirm",
+    "crash everything",
+)
 
 ON_SQLITE = (
     "kill a producer",
@@ -84,7 +105,7 @@ def schedule(
 ) -> list[Planned]:
     """`count` faults over so many seconds, every kind among them, in an order and at moments of chance."""
     chance = random.Random(seed)
-    known = {**KINDS, **KINDS_OF_BROKER}
+    known = {**KINDS, **KINDS_OF_BROKER, **KINDS_OF_SERVICES}
     chosen = list(kinds) + chance.choices(kinds, [known[kind].weight for kind in kinds], k=max(0, count - len(kinds)))
     chosen = chosen[:count]
     chance.shuffle(chosen)

@@ -21,6 +21,7 @@ class Surroundings:
     slow_share: float  # of all messages
     kills: float  # share of messages that kill their worker
     rate: float  # messages that a producer emits in a second
+    accounts: int  # whose balances the services keep
 
     def as_environment(self) -> dict[str, str]:
         return {f"CHAOS_{name.upper()}": str(value) for name, value in vars(self).items()}
@@ -36,6 +37,7 @@ class Surroundings:
             slow_share=float(told["slow_share"]),
             kills=float(told["kills"]),
             rate=float(told["rate"]),
+            accounts=int(told["accounts"]),
         )
 
     @property

@@ -13,7 +13,9 @@ from sqlalchemy import (
     MetaData,
     String,
     Table,
+    Update,
     Uuid,
+    update,
 )
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.expression import FunctionElement
@@ -21,6 +23,7 @@ from sqlalchemy.sql.expression import FunctionElement
 TABLE_NAME = "chaos"  # of the outbox
 
 metadata = MetaData()
+ORDERED, SHIPPED, CONFIRMED = "ordered", "shipped", "confirmed"  # books, with a balance for every account
 _id = BigInteger().with_variant(Integer, "sqlite")
 
 
@@ -46,6 +49,14 @@ orders = Table(
     metadata,
     Column("number", String(64), primary_key=True),
     Column("messages", Integer, nullable=False),  # how many were emitted with it
+)
+
+balances = Table(
+    "balances",
+    metadata,
+    Column("book", String(64), primary_key=True),
+    Column("account", String(64), primary_key=True),
+    Column("balance", BigInteger, nullable=False),
 )
 
 effects = Table(
@@ -74,6 +85,17 @@ changes = Table(
     Column("old_until", DateTime(timezone=True)),
     Column("new_token", Uuid),
 )
+
+
+def account(number: int) -> str:
+    return f"account {number}"
+
+
+def added(book: str, account: str, amount: int) -> Update:
+    """Done twice, it is wrong: no balance says what it is made of."""
+    this = (balances.c.book == book) & (balances.c.account == account)
+    return update(balances).where(this).values(balance=balances.c.balance + amount)
+
 
 _COLUMNS = "application, statement_at, deleted, row_id, message_id, queue, old_token, old_until, new_token"
 _OLD = "OLD.id, OLD.message_id, OLD.destination, OLD.lease_token, OLD.lease_until"

@@ -24,6 +24,10 @@ def test_faults_of_every_kind_break_no_promise_over_rabbitmq() -> None:
     check(run(SHORT["rabbitmq"], 5))
 
 
+def test_faults_break_no_promise_between_two_services() -> None:
+    check(run(SHORT["two-services"], 2600))
+
+
 def check(report: Report) -> None:
     print("\n".join(report.lines()))  # pytest shows it if something is wrong
     assert not report.violations, f"histories and logs are in {report.folder}"

@@ -8,8 +8,19 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from tests.chaos.checker import Buried, Change, Effect, FinalTables, Kind, check, digest
-from tests.chaos.history import COMMITTED, ROLLED_BACK, UNKNOWN, Emitted, Ending, History, Run, Struck, Transaction
+from tests.chaos.checker import Balance, Buried, Change, Effect, FinalTables, Kind, check, digest
+from tests.chaos.history import (
+    COMMITTED,
+    ROLLED_BACK,
+    UNKNOWN,
+    UNTOLD,
+    Emitted,
+    Ending,
+    History,
+    Run,
+    Struck,
+    Transaction,
+)
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 
@@ -39,6 +50,7 @@ class World:
     effects: list[Effect]
     letters: dict[str, Buried]
     changes: list[Change]
+    balances: dict[tuple[str, str], int]  # of books and accounts
     waiting: list[tuple[str, str]] = field(default_factory=list)
     open_sessions: int = 0
     at_least_once: bool = False
@@ -54,6 +66,7 @@ class World:
             tuple(self.changes),
             self.open_sessions,
             self.at_least_once,
+            tuple(Balance(book, account, balance) for (book, account), balance in self.balances.items()),
         )
         return [(violation.kind, violation.what) for violation in check(history, tables)]
 
@@ -72,7 +85,7 @@ class World:
 
 
 def good_world() -> World:
-    """Two queues, retries, dead letters of every kind, a rollback, lost answers, and a lease that changed hands."""
+    """Two queues, retries, all kinds of dead letters, a rollback, lost answers, replies, a lease that changed hands."""
     messages = {
         "plain": emitted("plain"),
         "shared": emitted("shared", routing_key="order.shared"),
@@ -82,16 +95,20 @@ def good_world() -> World:
         "broken": emitted("broken", "is no JSON"),
         "poison": emitted("poison", "kills always", "poison.pill"),
     }
+    reply, undone = (emitted(id, routing_key="reply.shipped") for id in ("reply", "undone reply"))
     return World(
         transactions={
             "committed": Transaction("committed", tuple(messages.values()), ("in a savepoint",), COMMITTED),
             "rolled back": Transaction("rolled back", (emitted("never"),), (), ROLLED_BACK),
             "in doubt, there": Transaction("in doubt, there", (emitted("late"),), (), UNKNOWN),
             "in doubt, not there": Transaction("in doubt, not there", (emitted("gone"),), (), UNKNOWN),
+            "listener": Transaction("listener", (reply,), (), UNTOLD),
+            "listener that failed": Transaction("listener that failed", (undone,), (), UNTOLD),
         },
         runs=[
             *(Run(id, "invoices", 1) for id in ("plain", "shared", "late")),
             Run("shared", "ledger", 1),
+            Run("reply", "confirmations", 1),
             *(Run(id, "invoices", attempt) for id in ("retried", "hopeless") for attempt in (1, 2, 3)),
             *(Run("hopeless", "invoices", attempt, failed=True) for attempt in (1, 2, 3)),
             Run("rejected", "invoices", 1),
@@ -103,10 +120,11 @@ def good_world() -> World:
             Ending("worker-0.2", 4, started=False, told=False),
             Ending("worker-0.3", 0, started=True, told=True, seconds=3.0),
         ],
-        orders={"committed", "in doubt, there"},
+        orders={"committed", "in doubt, there", "listener"},
         effects=[
             *(Effect(id, "invoices", 1, digest(messages[id]), 5.0) for id in ("plain", "shared")),
             Effect("shared", "ledger", 1, digest(messages["shared"]), 12.0),
+            Effect("reply", "confirmations", 1, digest(reply), 13.0),
             Effect("late", "invoices", 1, digest(emitted("late")), 22.0),
             Effect("retried", "invoices", 3, digest(messages["retried"]), 22.0),
         ],
@@ -135,6 +153,11 @@ def good_world() -> World:
             change("worker-1.1", 5, False, 1, "plain", "invoices", "a", at(4), "b"),  # taken over
             change("worker-1.1", 6, True, 1, "plain", "invoices", "b", at(7), None),  # done
         ],
+        balances={
+            (book, account): balance
+            for book in ("ordered", "shipped", "confirmed")
+            for account, balance in (("rich", 700), ("poor", 0))
+        },
     )
 
 
@@ -351,6 +374,47 @@ BAD: Mapping[str, tuple[Spoil, Kind, str]] = {
         Kind.HUNG,
         "relay-0.1",
     ),
+    "a reply left no trace": (
+        lambda world: world.effects.remove(world.effect("reply", "confirmations")),
+        Kind.LOST,
+        "reply",
+    ),
+    "a reply had two effects": (
+        lambda world: world.effects.append(world.effect("reply", "confirmations")),
+        Kind.REPEATED,
+        "reply",
+    ),
+    "a reply came from a listener whose transaction was rolled back": (
+        lambda world: world.effects.append(Effect("undone reply", "confirmations", 1, "")),
+        Kind.PHANTOM,
+        "undone reply",
+    ),
+    "a reply of a listener whose transaction was rolled back waits": (
+        lambda world: world.waiting.append(("undone reply", "confirmations")),
+        Kind.PHANTOM,
+        "undone reply",
+    ),
+    "a reply went back to the service that sent it": (
+        lambda world: world.effects.append(Effect("reply", "invoices", 1, "")),
+        Kind.MISROUTED,
+        "reply",
+    ),
+    "one service counted an amount twice": (
+        lambda world: world.balances.update({("shipped", "rich"): 800}),
+        Kind.UNBALANCED,
+        "rich",
+    ),
+    "one service did not count an amount": (
+        lambda world: world.balances.update({("confirmed", "rich"): 600}),
+        Kind.UNBALANCED,
+        "rich",
+    ),
+    "an amount was counted that nobody ordered": (
+        lambda world: world.balances.update({("shipped", "poor"): 1, ("confirmed", "poor"): 1}),
+        Kind.UNBALANCED,
+        "poor",
+    ),
+    "a balance is gone": (lambda world: world.balances.pop(("ordered", "rich")), Kind.UNBALANCED, "rich"),
 }
 
 
@@ -365,7 +429,7 @@ def test_a_bad_world_has_exactly_its_violation(what: str) -> None:
 def test_what_is_in_doubt_is_not_resolved_while_sessions_are_open() -> None:
     world = good_world()
     world.open_sessions = 1
-    in_doubt = ["in doubt, there", "in doubt, not there"]
+    in_doubt = ["in doubt, there", "in doubt, not there", "listener", "listener that failed"]
     assert world.violations() == [(Kind.UNRESOLVED, number) for number in in_doubt]
 
 

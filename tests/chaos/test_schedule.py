@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from tests.chaos.fates import FATES, QUEUES, choose
+from tests.chaos.fates import FATES, QUEUES, REPLIES, choose
 from tests.chaos.profiles import LONG, SHORT, Profile
 from tests.chaos.schedule import Planned, schedule
 
@@ -16,7 +16,7 @@ PROFILES = {
 
 
 def planned(profile: Profile, seed: int) -> list[Planned]:
-    return schedule(seed, profile.kinds, profile.faults, profile.seconds, profile.lease, profile.members)
+    return schedule(seed, profile.kinds, profile.faults, profile.seconds, profile.lease, profile.targets)
 
 
 @pytest.mark.parametrize("name", PROFILES)
@@ -35,7 +35,7 @@ def test_every_kind_of_fault_is_planned_in_order_and_for_somebody_who_is_there(n
     assert {fault.kind for fault in faults} == set(profile.kinds)
     assert [fault.at for fault in faults] == sorted(fault.at for fault in faults)
     assert faults[-1].at <= profile.seconds
-    there = {f"{role}-{number}" for role, many in profile.members.items() for number in range(many)}
+    there = {f"{role}-{number}" for role, many in profile.targets.items() for number in range(many)}
     assert {fault.target for fault in faults} <= there | {"database", "broker", "everybody"}
 
 
@@ -50,4 +50,4 @@ def test_every_fate_is_chosen_and_has_a_queue() -> None:
     chance = random.Random(1)
     chosen = [choose(chance, kills=0.01, slow=0.01) for _ in range(5000)]
     assert {fate.name for fate, _ in chosen} == set(FATES)
-    assert {routing_key for _, routing_key in chosen} == set(QUEUES)
+    assert {routing_key for _, routing_key in chosen} == set(QUEUES) - set(REPLIES)
