@@ -14,13 +14,11 @@ from typing import Any
 from sqlalchemy import Executable
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from outbox.core.prepared import dialect_for, prepare
+from outbox.core.prepared import prepare
 from outbox.stores.sql import WORK_WITHIN
+from outbox.stores.straight import DIALECT
 
-DRIVER = "asyncpg"
 LAST_WORDS = 2.0  # seconds that ending waits for who is being answered
-
-_DIALECT = dialect_for(f"postgresql.{DRIVER}", "numeric_dollar")
 
 
 class Line:
@@ -44,7 +42,7 @@ class Line:
 
     async def ask(self, statement: Executable, parameters: Mapping[str, Any]) -> Sequence[Sequence[Any]]:
         """The rows of a statement. A failure ends the line: nobody knows what it left behind."""
-        prepared = prepare(statement, tuple(parameters), _DIALECT)
+        prepared = prepare(statement, tuple(parameters), DIALECT)
         async with self._turn:
             try:
                 known = self._statements.get(prepared.text)

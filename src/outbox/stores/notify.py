@@ -24,7 +24,8 @@ from sqlalchemy import Connection, Executable, Select, String, func, literal, se
 
 from outbox.core.pace import Pace
 from outbox.stores.begin import begin
-from outbox.stores.line import DRIVER, Line, closed
+from outbox.stores.line import Line, closed
+from outbox.stores.straight import DRIVER
 from outbox.stores.tables import NOT_ROUTED
 
 if TYPE_CHECKING:

@@ -58,9 +58,11 @@ from outbox.stores.notify import Notifier
 from outbox.stores.pooling import explained, unprepared
 from outbox.stores.postgresql_check import PostgresqlCheck
 from outbox.stores.sql import WORK_WITHIN, SqlStore
+from outbox.stores.straight import fetched
 from outbox.stores.tables import MESSAGE_COLUMNS, Tables
 
 Result = TypeVar("Result")
+Found = TypeVar("Found", bound=Sequence[Any])
 
 GOODBYE = 5.0  # seconds for closing connections
 
@@ -284,9 +286,14 @@ class PostgresqlStore(SqlStore):
     # Claiming in one round trip.
 
     def search(self, connection: Connection, statement: Any, parameters: Mapping[str, Any]) -> list[Row[Any]]:
+        return self._look_for(connection, parameters, lambda all: list(connection.execute(statement, all).all()))
+
+    def _look_for(
+        self, connection: Connection, parameters: Mapping[str, Any], find: Callable[[Mapping[str, Any]], Found]
+    ) -> Found:
         head = self._heads[parameters["wanted"]]
         with head.looking() as look:
-            rows = list(connection.execute(statement, {**parameters, "since": look.since}).all())
+            rows = find({**parameters, "since": look.since})
             look.found, look.ended = rows, len(rows) < parameters["limit"]
         if head.in_doubt:
             head.counted(self._dead_rows(connection))
@@ -296,8 +303,11 @@ class PostgresqlStore(SqlStore):
         quoted = connection.dialect.identifier_preparer.format_table(self.messages)
         return int(connection.scalar(select(func.pg_stat_get_dead_tuples(cast(quoted, REGCLASS)))) or 0)
 
-    def take(self, connection: Connection, wanted: Mapping[str, Any], terms: Mapping[str, Any]) -> list[Row[Any]]:
-        return self.search(connection, self._take_statement, {**wanted, **terms})
+    def take(
+        self, connection: Connection, wanted: Mapping[str, Any], terms: Mapping[str, Any]
+    ) -> Sequence[Sequence[Any]]:
+        take = self._take_statement
+        return self._look_for(connection, {**wanted, **terms}, lambda all: fetched(connection, take, all))
 
     @cached_property
     def _take_statement(self) -> Any:

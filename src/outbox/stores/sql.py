@@ -288,7 +288,9 @@ class SqlStore(Spelling):
         """Run a statement that is built on `due` and answers with `due_at` first."""
         return list(connection.execute(statement, {**parameters, "since": BEGINNING}).all())
 
-    def take(self, connection: Connection, wanted: Mapping[str, Any], terms: Mapping[str, Any]) -> list[Row[Any]]:
+    def take(
+        self, connection: Connection, wanted: Mapping[str, Any], terms: Mapping[str, Any]
+    ) -> Sequence[Sequence[Any]]:
         """Lease due messages: choose, then lease, for databases whose `apply` is a transaction."""
         found = self.search(connection, self.due, wanted)
         alone = found[:1] if found and found[0].suspect else []
