@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import signal
 import sys
+from dataclasses import replace
 
 from bench import claim, drain, emit, idle, inbox, latency, page, rabbitmq, snapshot, wakeup
 from bench.database import database
@@ -35,31 +36,29 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", metavar="part", help=f"any of {', '.join(PARTS)}; all if none is named")
     parser.add_argument("--rounds", type=int, default=3, help="how often everybody has a turn; 3 if not given")
     parser.add_argument("--peers", metavar="PYTHON", help="a Python with bench/requirements.txt; no peers if not given")
-    parser.add_argument("--write", action="store_true", help="put all parts into docs/benchmarks.md")
+    parser.add_argument("--write", action="store_true", help="put it into docs/benchmarks.md")
     given = parser.parse_args()
     for part in given.parts:
         if part not in PARTS:
             parser.error(f"no part is called {part!r}; there are {', '.join(PARTS)}")
-    if given.write and given.parts:
-        parser.error("--write takes all parts, so that the page tells of one run")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends like Ctrl-C, and what was started ends too
-    measured = asyncio.run(run(given.parts or list(PARTS), Settings(given.rounds, given.peers)))
-    if given.write:
-        page.write(measured)
+    asyncio.run(run(given.parts or list(PARTS), Settings(given.rounds, given.peers), write=given.write))
 
 
-async def run(parts: list[str], settings: Settings) -> str:
-    """The measured part of the page; printed on the way, so that nothing is lost if a later part cannot be had."""
+async def run(parts: list[str], settings: Settings, *, write: bool) -> None:
+    """Each part is printed and kept as soon as it is over, so that nothing is lost if a later one cannot be had."""
     reports: list[Report] = []
-    where = ""
     for part in parts:
         print(f"{part} …", file=sys.stderr, flush=True)
         with database() as server:
             where = await machine(server)
-            reports.append(await PARTS[part](server, settings))
-        print(reports[-1].markdown(), flush=True)
-    print(f"{summary(reports)}\n{where}", flush=True)
-    return "\n".join([f"{where}\n", summary(reports), *(report.markdown() for report in reports)])
+            report = replace(await PARTS[part](server, settings), where=where)
+        reports.append(report)
+        print(report.markdown(), flush=True)
+        if write:
+            page.keep(part, report)
+            page.write(list(PARTS))
+    print(summary(reports), flush=True)
 
 
 if __name__ == "__main__":

@@ -26,9 +26,11 @@ class Report:
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     targets: Sequence[Target] = field(default=())
+    where: str = ""  # and when
 
     def markdown(self) -> str:
-        return f"## {self.title}\n\n{self.about}\n\n{table(self.columns, self.rows)}\n"
+        parts = (f"## {self.title}", self.about, table(self.columns, self.rows), self.where)
+        return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def summary(reports: Sequence[Report]) -> str:

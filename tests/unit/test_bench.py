@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench import page
+from bench.__main__ import PARTS
 from bench.processes import program
 from bench.programs.payload import SIZE, body
 from bench.report import Report, at_least, at_most, number, spread, summary
@@ -48,16 +49,28 @@ def test_what_was_not_met_is_said_in_the_summary() -> None:
     ]
 
 
-def test_only_what_lies_between_the_marks_of_the_page_is_written_anew(
+def test_a_part_that_is_measured_again_leaves_the_others_and_the_rest_of_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy = tmp_path / "benchmarks.md"
     copy.write_text(page.PAGE.read_text())
     monkeypatch.setattr(page, "PAGE", copy)
-    page.write("measured once")
-    page.write("measured again")
-    before, after = copy.read_text().split(f"{page.BEGIN}\nmeasured again\n{page.END}")
-    assert before.startswith("# Benchmarks") and "measured once" not in before + after
+    monkeypatch.setattr(page, "RESULTS", tmp_path / "results")
+    for part, rate in (("drain", 1.0), ("emit", 2.0), ("drain", 3.0)):
+        page.keep(part, Report(part, "about", ("", "rate"), [("outbox", number(rate))], [at_least(part, 2, [rate])]))
+        page.write(["emit", "drain"])
+    before, _, measured = copy.read_text().partition(page.BEGIN)
+    assert before.startswith("# Benchmarks")
+    assert [line for line in measured.splitlines() if line.startswith(("| emit", "| drain", "| outbox"))] == [
+        "| emit | ≥ 2.00 | 2.00 | yes |",
+        "| drain | ≥ 2.00 | 3.00 | yes |",
+        "| outbox | 2.00 |",
+        "| outbox | 3.00 |",
+    ]
+
+
+def test_the_page_says_what_was_measured_last() -> None:
+    assert page.rendered(page.PAGE.read_text(), list(PARTS)) == page.PAGE.read_text()
 
 
 async def test_a_program_answers_by_lines_and_its_processor_time_grows() -> None:
