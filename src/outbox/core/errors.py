@@ -13,7 +13,10 @@ OutboxError
 │   ├── HeadersTooLarge
 │   ├── TimeInvalid
 │   ├── TimerIdInvalid
-│   └── MessageIdInvalid
+│   ├── MessageIdInvalid
+│   └── CloudEventInvalid       a request from outside holds no CloudEvent
+│       └── CloudEventUnsupported   it may be one, in a format that is not read here
+├── SignatureInvalid            nobody who knows the secret signed this webhook just now
 ├── TransactionError            the caller's transaction cannot take the message
 │   ├── SnapshotConflict        SQLite: it read before it wrote, and somebody else wrote meanwhile
 │   └── TablesMissing           a driver's own connection, and nobody has made the tables yet
@@ -100,6 +103,18 @@ class TimerIdInvalid(MessageError):
 
 class MessageIdInvalid(MessageError):
     """The id of a message from outside is empty, too long, or contains control characters."""
+
+
+class CloudEventInvalid(MessageError):
+    """A request from outside holds no CloudEvent 1.0, or a broken one."""
+
+
+class CloudEventUnsupported(CloudEventInvalid):
+    """A request from outside holds events in a format or charset that is not read here."""
+
+
+class SignatureInvalid(OutboxError):
+    """A webhook was not signed with a secret that is known here, or not just now, or it was changed on its way."""
 
 
 class TransactionError(OutboxError):
