@@ -1,11 +1,11 @@
 """HttpSink: a real HTTP server on loopback that misbehaves on command.
 
-    async with HttpSink() as sink:
-        sink.behave(status(503, {"retry-after": "7"}), times=2)   # the next two requests; then 200 again
-        sink.behave(hang())                                       # from now on
-        sink.behave(by_path({"/slow": drip(0.1)}))                # whatever the request asks for
-        await sink.until(5)                                       # five requests have come as a whole
-        await sink.stop(); await sink.start()                     # away, and back on the same port
+async with HttpSink() as sink:
+    sink.behave(status(503, {"retry-after": "7"}), times=2)   # the next two requests; then 200 again
+    sink.behave(hang())                                       # from now on
+    sink.behave(by_path({"/slow": drip(0.1)}))                # whatever the request asks for
+    await sink.until(5)                                       # five requests have come as a whole
+    await sink.stop(); await sink.start()                     # away, and back on the same port
 """
 
 from __future__ import annotations

@@ -35,6 +35,7 @@ from outbox.core.errors import (
     TransportMismatch,
     TransportUnavailable,
     Undecodable,
+    UrlRefused,
 )
 from outbox.core.listener import Listener, listen
 from outbox.core.message import Message
@@ -107,6 +108,7 @@ __all__ = [
     "TransportMismatch",
     "TransportUnavailable",
     "Undecodable",
+    "UrlRefused",
     "backlog",
     "cancel_timer",
     "cancel_timer_sync",

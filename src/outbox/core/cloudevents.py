@@ -159,7 +159,9 @@ def parse(headers: Mapping[str, str], body: bytes) -> list[Received]:
         return [_from_json(event) for event in (reader.batch() if kind == BATCHED else [reader.single()])]
     if "ce-specversion" in headers:
         return [_from_headers(headers, body)]
-    raise CloudEventInvalid(f"no CloudEvent: send {STRUCTURED}, or the header ce-specversion and the others of an event")
+    raise CloudEventInvalid(
+        f"no CloudEvent: send {STRUCTURED}, or the header ce-specversion and the others of an event"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,8 @@
 
 OutboxError
 ├── ConfigurationError          the setup cannot work; the text says what to change
-│   └── TransportMismatch       the table already belongs to another transport
+│   ├── TransportMismatch       the table already belongs to another transport
+│   └── UrlRefused              a URL from a user leads where none may lead
 ├── MessageError (ValueError)   a message was refused before it was written
 │   ├── RoutingKeyInvalid
 │   ├── KeyInvalid
@@ -59,6 +60,10 @@ class ConfigurationError(OutboxError):
 
 class TransportMismatch(ConfigurationError):
     """The outbox table was first used with another transport."""
+
+
+class UrlRefused(ConfigurationError):
+    """A URL that came from a user is not one that this machine may send requests to."""
 
 
 class MessageError(OutboxError, ValueError):

@@ -8,7 +8,7 @@ import re
 from base64 import b64decode, b64encode
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
-from typing import Final, Self
+from typing import Final
 from urllib.parse import quote
 
 from outbox.core.errors import ConfigurationError, SignatureInvalid
@@ -39,7 +39,7 @@ class Secrets:
         self._keys = tuple(_key(secret) for secret in secrets)
 
     @classmethod
-    def of(cls, given: Secrets | str | bytes | Iterable[str | bytes]) -> Self | Secrets:
+    def of(cls, given: Secrets | str | bytes | Iterable[str | bytes]) -> Secrets:
         """One secret, several, or what was made of them before."""
         if isinstance(given, Secrets):
             return given
