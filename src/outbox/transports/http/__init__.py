@@ -133,7 +133,7 @@ class HttpTransport:
     async def _work(self, batch: _Batch) -> None:
         """Post one message after the other. What cannot be answered within the relay's time is not begun."""
         for message in batch.messages:
-            if _now() > batch.last_start or not await self._slot(batch.last_start):
+            if not await self._slot(batch.last_start):
                 return
             try:
                 await self._post(message, batch)
@@ -141,6 +141,11 @@ class HttpTransport:
                 self._slots.release()
 
     async def _slot(self, until: float) -> bool:
+        """A place among the requests under way, unless none is free in time."""
+        if _now() > until:
+            return False
+        if not self._slots.locked():
+            return await self._slots.acquire()
         try:
             async with asyncio.timeout_at(until):
                 return await self._slots.acquire()
@@ -191,7 +196,10 @@ class HttpTransport:
         if self._untrusted:
             guarded = {"resolver": CheckedResolver(self._resolver), "socket_factory": checked_socket}
         connector = aiohttp.TCPConnector(
-            limit=self._concurrency, keepalive_timeout=KEEP_ALIVE, ssl=self._ssl_context or True, **guarded
+            limit=0,  # the slots are our own: nobody waits here while its time runs
+            keepalive_timeout=KEEP_ALIVE,
+            ssl=self._ssl_context or True,
+            **guarded,
         )
         return aiohttp.ClientSession(
             connector=connector,
@@ -200,6 +208,7 @@ class HttpTransport:
             cookie_jar=aiohttp.DummyCookieJar(),
             trust_env=False,  # no proxies and no passwords from the environment
             auto_decompress=False,
+            skip_auto_headers=("accept", "accept-encoding"),
         )
 
 
