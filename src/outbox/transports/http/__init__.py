@@ -49,7 +49,7 @@ _OURS = ("content-", "ce-", "webhook-", "transfer-encoding", "host", "connection
 
 
 class HttpTransport:
-    """One destination. 2xx means sent; what another answer means, and no answer, says `docs/learn/http.md`."""
+    """One destination. 2xx means sent; what another answer means, and no answer, says `docs/learn/sending.md`."""
 
     name = "http"
     features = Features(consumes=False, delays=False, keeps_dead_letters=False)
