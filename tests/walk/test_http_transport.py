@@ -157,6 +157,7 @@ SILENCES: dict[str, Behaviour] = {
     "no HTTP": garbage(),
     "half a status": garbage(b"HTTP/1.1 20"),
     "half a header": garbage(b"HTTP/1.1 200 OK\r\ncontent-len"),
+    "endless headers": garbage(b"HTTP/1.1 200 OK\r\nx: " + b"y" * 1_000_000),
 }
 
 
@@ -177,6 +178,16 @@ async def test_silence_about_one_while_others_are_answered_counts_against_it(sin
     assert set(found.refused) == {poison.id}
     assert not found.refused[poison.id].permanent
     assert "answers others" in found.refused[poison.id].error
+
+
+@pytest.mark.parametrize("kind", SILENCES)
+async def test_no_error_shows_what_may_be_secret_in_a_url(sink: HttpSink, kind: str) -> None:
+    sink.behave(by_type({"poison": SILENCES[kind], "refused": status(500)}))
+    url = f"{sink.url.replace('//', '//user:c4n4ry@')}/c4n4ry?token=c4n4ry"
+    async with opened(HttpTransport(url, timeout=SHORT)) as transport:
+        found = await transport.publish([message("poison"), message("refused"), message()])
+    assert len(found.refused) == 2
+    assert "c4n4ry" not in repr(found)
 
 
 async def test_answers_from_before_a_request_began_say_nothing_about_its_silence(sink: HttpSink) -> None:

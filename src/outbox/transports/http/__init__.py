@@ -181,10 +181,8 @@ class HttpTransport:
         if self._secrets is not None:
             headers |= webhooks.sign(self._secrets, message.id, int(time.time()), body)
         data = body if len(body) < LARGE_BODY else io.BytesIO(body)
-        async with asyncio.timeout(self._timeout.total_seconds()):
-            response = await self._session.post(self._place.url, data=data, headers=headers, allow_redirects=False)
-        self._answered = _now()
-        async with response:
+        async with self._session.post(self._place.url, data=data, headers=headers, allow_redirects=False) as response:
+            self._answered = _now()
             said = await _read(response)
             if is_taken(response.status):
                 return None
@@ -204,7 +202,7 @@ class HttpTransport:
         return aiohttp.ClientSession(
             connector=connector,
             headers=self._headers,
-            timeout=aiohttp.ClientTimeout(total=None),  # the deadline is our own
+            timeout=aiohttp.ClientTimeout(total=self._timeout.total_seconds()),  # the relay has a longer one outside
             cookie_jar=aiohttp.DummyCookieJar(),
             trust_env=False,  # no proxies and no passwords from the environment
             auto_decompress=False,
@@ -251,7 +249,9 @@ def _now() -> float:
 
 
 def _described(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    """Without the URL, which may hold a token; the client shows it in some of its errors."""
+    text = error.message if isinstance(error, aiohttp.ClientResponseError) else str(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _cannot_deliver() -> NoReturn:
