@@ -35,7 +35,9 @@ LONGEST_WITHIN = timedelta(seconds=20)
 BATCH_WITHIN = timedelta(seconds=25)  # for all answers to a batch: less than the relay gives it
 BODY_WITHIN = 3.0  # seconds for the rest of an answer whose status is known
 LARGEST_ANSWER = 64 * 1024  # bytes that are read; whoever says more is hung up on
-KEEP_ALIVE = 4.0  # seconds that an idle connection is kept: less than servers do, so that none closes under a request
+TURN = 0.2  # seconds after which a batch lets others have a slot: with each message would take longer than some answers
+KEEP_ALIVE = 4.0  # seconds that an idle connection is kept: less than servers do, so that few close under a request
+AT_ONCE = 1.0  # seconds in which a request is sent again whose connection was closed under it
 LARGE_BODY = 2**20  # bytes; the client wants larger ones as a file
 
 Mode = Literal["structured", "binary"]
@@ -132,11 +134,15 @@ class HttpTransport:
 
     async def _work(self, batch: _Batch) -> None:
         """Post one message after the other. What cannot be answered within the relay's time is not begun."""
-        for message in batch.messages:
-            if not await self._slot(batch.last_start):
-                return
+        while await self._slot(batch.last_start):
             try:
-                await self._post(message, batch)
+                until = min(_now() + TURN, batch.last_start)
+                for message in batch.messages:
+                    await self._post(message, batch)
+                    if _now() > until:
+                        break
+                else:
+                    return
             finally:
                 self._slots.release()
 
@@ -177,6 +183,18 @@ class HttpTransport:
 
     async def _answer(self, message: Message) -> Refusal | None:
         """Why the destination does not take the message; None if it does."""
+        began = _now()
+        over_a_kept_connection = began - self._answered < KEEP_ALIVE
+        try:
+            return await self._ask(message)
+        except aiohttp.ClientConnectionError as error:
+            # A server may close a connection that it kept just as a request goes out. That tells nothing of either.
+            at_once = _now() - began < AT_ONCE
+            if isinstance(error, aiohttp.ClientConnectorError) or not (over_a_kept_connection and at_once):
+                raise
+            return await self._ask(message)
+
+    async def _ask(self, message: Message) -> Refusal | None:
         headers, body = self._write(message, self._source or _DEFAULTS.source)
         if self._secrets is not None:
             headers |= webhooks.sign(self._secrets, message.id, int(time.time()), body)
