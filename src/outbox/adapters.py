@@ -13,7 +13,7 @@ from sqlalchemy.exc import ArgumentError
 
 from outbox.core.errors import ConfigurationError
 from outbox.core.store import StoreClass
-from outbox.core.transport import Defaults, Transport
+from outbox.core.transport import Adopting, Defaults, Transport
 from outbox.transports.function import FunctionTransport
 
 STORES = "outbox.stores"  # the entry point group; names are SQLAlchemy's names of dialects
@@ -38,6 +38,8 @@ def transport_for(value: object, defaults: Defaults = _DEFAULTS) -> Transport:
         )
         return make(value, defaults)
     if hasattr(value, "publish") and hasattr(value, "consume"):
+        if isinstance(value, Adopting):
+            value.adopt(defaults)
         return cast(Transport, value)
     if inspect.iscoroutinefunction(value) or inspect.iscoroutinefunction(getattr(value, "__call__", None)):  # noqa: B004
         return FunctionTransport(value)  # type: ignore[arg-type]

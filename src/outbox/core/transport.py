@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Protocol, runtime_checkable
 
 from sqlalchemy import Connection, Executable
@@ -17,6 +18,7 @@ from outbox.core.listener import Listener
 from outbox.core.message import Message
 from outbox.core.retry import RetryPolicy, as_retry_policy
 from outbox.core.store import Lease, Leased, Rows, Wanted
+from outbox.core.webhooks import Secrets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +38,8 @@ class Defaults:
     exchange_name: str = "outbox"
     queue_prefix: str = ""
     management_url: str = ""
+    source: str = "/outbox"
+    webhook_secrets: Secrets | None = None
     retry_policy: RetryPolicy = field(default_factory=lambda: as_retry_policy((1, 10, 60, 300)))
     observe: Observer = field(default=lambda event: None)
 
@@ -46,6 +50,7 @@ class Refusal:
 
     error: str
     permanent: bool = False  # it never will
+    retry_after: timedelta | None = None  # how long it asks to be left alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +148,13 @@ class Naming(Protocol):
     def queue_name(self, queue: str) -> str:
         """How the destination calls a listener's queue."""
         ...
+
+
+@runtime_checkable
+class Adopting(Protocol):
+    """A transport that was made by the application, and takes what it was not given from the settings."""
+
+    def adopt(self, defaults: Defaults) -> None: ...
 
 
 @runtime_checkable

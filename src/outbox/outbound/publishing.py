@@ -8,6 +8,7 @@ from datetime import timedelta
 
 from outbox.core.attempt import Attempt, Dead, Done, Outcome, Reason, Released, RetryIn
 from outbox.core.cancellation import cancelled_from_outside
+from outbox.core.durations import NO_DELAY
 from outbox.core.errors import TransportUnavailable
 from outbox.core.events import LeaseWasLost, Observer, Relayed
 from outbox.core.retry import RetryPolicy
@@ -16,6 +17,8 @@ from outbox.core.transport import Published, Transport
 
 DEADLINE = 30.0  # seconds after which a publish that has not answered is in doubt
 SIDE_BY_SIDE = 4  # batches under way while there is more than one: two are sent, one comes, one is written
+
+LONGEST_RETRY_AFTER = timedelta(hours=1)  # whatever a destination asks for
 
 _DONE = Done()
 
@@ -75,7 +78,10 @@ class Publisher:
         if refusal.permanent:
             return Dead(Reason.REFUSED, refusal.error)
         delay = self._retry_policy.delay(attempt.attempt_count, RefusedError(refusal.error))
-        return Dead(Reason.EXHAUSTED, refusal.error) if delay is None else RetryIn(delay, refusal.error)
+        if delay is None:
+            return Dead(Reason.EXHAUSTED, refusal.error)
+        asked = min(refusal.retry_after or NO_DELAY, LONGEST_RETRY_AFTER)
+        return RetryIn(max(delay, asked), refusal.error)
 
     def _tell(self, attempts: Sequence[Attempt], outcomes: Mapping[int, Outcome], lost: frozenset[int]) -> None:
         for attempt in attempts:
