@@ -45,6 +45,7 @@ environment. An argument comes before a variable, a variable before the default.
 - `{prefix}RETRY_DELAYS` and `{prefix}RELAY_RETRY_DELAYS` are durations with commas between them: `1,10,1m,5m`.
 - `transport` takes one kind of URL: `memory://`, queues in this process, for tests.
 - `{prefix}UNROUTABLE` is a JSON object: `{{"audit.#": "discard"}}`.
+- So is `{prefix}ROUTES`, of URLs: `{{"order.*": "https://billing.example/hook"}}`. See [routes](learn/routes.md).
 
 ```python
 from datetime import timedelta

@@ -103,6 +103,7 @@ def pytest_configure(config: pytest.Config) -> None:
 ABOVE_THE_DRIVERS = frozenset(
     {
         "test_batches",
+        "test_circuits",
         "test_command_line",
         "test_doctor",
         "test_lanes",
@@ -111,6 +112,7 @@ ABOVE_THE_DRIVERS = frozenset(
         "test_publishing",
         "test_receive",
         "test_relay",
+        "test_routes",
         "test_routing",
         "test_store_first",
         "test_testing",

@@ -375,6 +375,7 @@ RIGHTS = {
     "relay": {
         "": "DELETE INSERT SELECT UPDATE+",
         "_bindings": "SELECT",
+        "_circuits": "INSERT SELECT UPDATE+",
         "_dead_letters": "INSERT",
         "_inbox": "DELETE SELECT UPDATE+",
         "_state": "INSERT SELECT UPDATE+",
@@ -382,6 +383,7 @@ RIGHTS = {
     "worker": {
         "": "DELETE INSERT SELECT UPDATE+",
         "_bindings": "INSERT SELECT",
+        "_circuits": "INSERT SELECT UPDATE+",
         "_dead_letters": "INSERT",
         "_inbox": "DELETE INSERT SELECT UPDATE+",
         "_state": "INSERT SELECT UPDATE+",
@@ -389,6 +391,7 @@ RIGHTS = {
     "operator": {
         "": "INSERT SELECT",
         "_bindings": "DELETE SELECT",
+        "_circuits": "SELECT",
         "_dead_letters": "DELETE SELECT UPDATE+",
         "_state": "INSERT SELECT UPDATE+",
     },
@@ -398,7 +401,7 @@ RIGHTS = {
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_role_has_exactly_these_rights(roles: Roles, kind: str) -> None:
     found: dict[str, str] = {}
-    for part in ("", "_bindings", "_dead_letters", "_inbox", "_state"):
+    for part in ("", "_bindings", "_circuits", "_dead_letters", "_inbox", "_state"):
         rights = []
         for right in ("DELETE", "INSERT", "REFERENCES", "SELECT", "TRIGGER", "TRUNCATE", "UPDATE"):
             table, user = f"'{roles.table_name}{part}'", f"'{roles.user(kind)}'"
