@@ -224,25 +224,30 @@ async def test_of_many_relays_one_probes(make_outbox: MakeOutbox) -> None:
     assert await untouched(relays[0].outbox)
 
 
-async def test_while_it_is_closed_a_round_takes_no_statement_more(make_outbox: MakeOutbox) -> None:
-    outbox = make_outbox()
+def asked(statements: Sequence[str]) -> int:
+    return sum("_circuits." in statement for statement in statements)
+
+
+async def test_while_it_is_closed_a_round_takes_no_statement_more(outbox: Outbox) -> None:
     relay = Process(outbox, Sink(yes))
     await emit(outbox, 10 * BATCH)
-    await relay.round()
-    with Statements() as guarded:
-        assert [await relay.round() for _ in range(4)] == [BATCH] * 4
-    plain = Publisher(
-        outbox.store,
-        relay.sink,
-        batch_size=BATCH,
-        lease=LEASE,
-        retry_policy=RetryPolicy.sequence(()),
-        observe=relay.recorder,
-    )
-    with Statements() as unguarded:
-        assert [await plain.round() for _ in range(4)] == [BATCH] * 4
-    assert len(guarded) == len(unguarded)
-    assert not any("circuits" in statement for statement in guarded)
+    with Statements() as first:
+        await relay.round()
+    assert asked(first) == 1  # it may have been open before
+    with Statements() as statements:
+        assert [await relay.round() for _ in range(9)] == [BATCH] * 9
+    assert statements
+    assert asked(statements) == 0
+
+
+async def test_a_busy_relay_asks_once_a_second_whatever_the_number_of_rounds(outbox: Outbox) -> None:
+    relay = Process(outbox, Sink(yes))
+    await emit(outbox, 20 * BATCH)
+    with Statements() as statements:
+        for _ in range(20):
+            assert await relay.round() == BATCH
+            relay.now += LOOK_EVERY / 4
+    assert asked(statements) == 5
 
 
 async def test_a_relay_with_nothing_to_send_never_asks_how_its_destination_is(outbox: Outbox) -> None:
@@ -252,8 +257,10 @@ async def test_a_relay_with_nothing_to_send_never_asks_how_its_destination_is(ou
         for _ in range(5):
             relay.now += 10
             assert await relay.round() == 0
-    assert statements
-    assert not any("circuits" in statement for statement in statements)
+        assert asked(statements) == 0
+        await emit(outbox, 1)
+        assert await relay.round() == 1
+        assert asked(statements) == 1
 
 
 async def test_a_probe_that_is_cut_off_leaves_the_next_one_to_others_at_once(make_outbox: MakeOutbox) -> None:
