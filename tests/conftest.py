@@ -14,7 +14,10 @@ import pytest
 import sqlalchemy
 
 pytest.register_assert_rewrite(
-    "outbox.testing.store", "outbox.testing.store_contract", "outbox.testing.transport_contract"
+    "outbox.testing.store",
+    "outbox.testing.store_contract",
+    "outbox.testing.transport_contract",
+    "outbox.testing.publishing_contract",
 )
 
 from outbox import Outbox, adapters  # noqa: E402 - after pytest was told whose assertions to explain
@@ -106,6 +109,7 @@ ABOVE_THE_DRIVERS = frozenset(
         "test_circuits",
         "test_command_line",
         "test_doctor",
+        "test_http",
         "test_lanes",
         "test_on_error",
         "test_processes",

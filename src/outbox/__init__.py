@@ -9,6 +9,8 @@ from outbox.core.durations import IMMEDIATELY, NEVER
 from outbox.core.errors import (
     BodyNotJson,
     BodyTooLarge,
+    CloudEventInvalid,
+    CloudEventUnsupported,
     ConfigurationError,
     DatabaseSilent,
     HeaderInvalid,
@@ -22,6 +24,7 @@ from outbox.core.errors import (
     OutboxError,
     Reject,
     RoutingKeyInvalid,
+    SignatureInvalid,
     SnapshotConflict,
     TablesMissing,
     TimeInvalid,
@@ -32,6 +35,7 @@ from outbox.core.errors import (
     TransportMismatch,
     TransportUnavailable,
     Undecodable,
+    UrlRefused,
 )
 from outbox.core.listener import Listener, listen
 from outbox.core.message import Message
@@ -68,6 +72,8 @@ __all__ = [
     "Binding",
     "BodyNotJson",
     "BodyTooLarge",
+    "CloudEventInvalid",
+    "CloudEventUnsupported",
     "ConfigurationError",
     "DatabaseSilent",
     "DeadLetter",
@@ -90,6 +96,7 @@ __all__ = [
     "Reject",
     "RetryPolicy",
     "RoutingKeyInvalid",
+    "SignatureInvalid",
     "SnapshotConflict",
     "StoredMessage",
     "TablesMissing",
@@ -101,6 +108,7 @@ __all__ = [
     "TransportMismatch",
     "TransportUnavailable",
     "Undecodable",
+    "UrlRefused",
     "backlog",
     "cancel_timer",
     "cancel_timer_sync",

@@ -14,7 +14,7 @@ from sqlalchemy.exc import ArgumentError
 
 from outbox.core.errors import ConfigurationError
 from outbox.core.store import StoreClass
-from outbox.core.transport import Defaults, Transport
+from outbox.core.transport import Adopting, Defaults, Transport
 from outbox.transports.function import FunctionTransport
 from outbox.transports.routes import Route, Routes, route_name
 
@@ -40,6 +40,8 @@ def transport_for(value: object, defaults: Defaults = _DEFAULTS) -> Transport:
         )
         return make(value, defaults)
     if hasattr(value, "publish") and hasattr(value, "consume"):
+        if isinstance(value, Adopting):
+            value.adopt(defaults)
         return cast(Transport, value)
     if inspect.iscoroutinefunction(value) or inspect.iscoroutinefunction(getattr(value, "__call__", None)):  # noqa: B004
         return FunctionTransport(value)  # type: ignore[arg-type]

@@ -108,6 +108,8 @@ class Outbox:
             exchange_name=settings.exchange_name,
             queue_prefix=settings.queue_prefix,
             management_url=settings.rabbitmq_management_url,
+            source=settings.source or settings.service,
+            webhook_secrets=settings.webhook_secrets,
             retry_policy=settings.policy("retry_delays"),
             observe=self._observe,
         )
@@ -171,6 +173,7 @@ class Outbox:
         expiration: Seconds | None = None,
         timer_id: str | None = None,
         content_type: str | None = None,
+        source: str | None = None,
     ) -> Message | None:
         """Store a message in the session's own transaction; None if the timer already waits.
 
@@ -179,7 +182,7 @@ class Outbox:
         `poll_interval` later.
         """
         emitter = self._emitter
-        message = emitter.message(routing_key, body, key=key, headers=headers, content_type=content_type)
+        message = emitter.message(routing_key, body, key=key, headers=headers, content_type=content_type, source=source)
         schedule = emitter.schedule(eta, expiration, timer_id)
         return message if await emitter.write(session, [message], schedule) else None
 
@@ -195,13 +198,14 @@ class Outbox:
         expiration: Seconds | None = None,
         timer_id: str | None = None,
         content_type: str | None = None,
+        source: str | None = None,
     ) -> Message | None:
         """`emit` for callers without an event loop.
 
         The session may be a plain one of SQLAlchemy, or a connection of SQLAlchemy, psycopg, sqlite3 or Django.
         """
         emitter = self._emitter
-        message = emitter.message(routing_key, body, key=key, headers=headers, content_type=content_type)
+        message = emitter.message(routing_key, body, key=key, headers=headers, content_type=content_type, source=source)
         schedule = emitter.schedule(eta, expiration, timer_id)
         return message if emitter.write_now(session, [message], schedule) else None
 
@@ -216,10 +220,13 @@ class Outbox:
         eta: Eta | None = None,
         expiration: Seconds | None = None,
         content_type: str | None = None,
+        source: str | None = None,
     ) -> list[Message]:
         """A message for each body, in one statement. `key` may be a function of the body."""
         emitter = self._emitter
-        messages = emitter.messages(routing_key, bodies, key=key, headers=headers, content_type=content_type)
+        messages = emitter.messages(
+            routing_key, bodies, key=key, headers=headers, content_type=content_type, source=source
+        )
         await emitter.write(session, messages, emitter.schedule(eta, expiration, None))
         return messages
 
@@ -234,10 +241,13 @@ class Outbox:
         eta: Eta | None = None,
         expiration: Seconds | None = None,
         content_type: str | None = None,
+        source: str | None = None,
     ) -> list[Message]:
         """`emit_many` for callers without an event loop."""
         emitter = self._emitter
-        messages = emitter.messages(routing_key, bodies, key=key, headers=headers, content_type=content_type)
+        messages = emitter.messages(
+            routing_key, bodies, key=key, headers=headers, content_type=content_type, source=source
+        )
         emitter.write_now(session, messages, emitter.schedule(eta, expiration, None))
         return messages
 
@@ -395,7 +405,10 @@ class Outbox:
 
     async def _worker(self, transport: Transport, listeners: Sequence[Listener], stack: AsyncExitStack) -> Worker:
         if not transport.features.consumes:
-            raise ConfigurationError(f"the transport {transport.name!r} only publishes: a worker cannot take from it")
+            raise ConfigurationError(
+                f"the transport {transport.name!r} only publishes: a worker cannot take from it. "
+                "What comes in over HTTP is served by http_app(listeners)"
+            )
         threads = Threads(sum(listener.concurrency * (1 if listener.on_error is None else 2) for listener in listeners))
         stack.callback(threads.shutdown)
         handlings = {listener: self._handling(listener, threads) for listener in listeners}

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Self
+from urllib.parse import quote
 
-from sqlalchemy import URL, Engine
+from sqlalchemy import URL, Engine, make_url
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from outbox.core.binding import check_name
@@ -20,6 +23,7 @@ from outbox.core.message import LARGEST_BODY
 from outbox.core.pace import RestartDelay, check_restart_delay
 from outbox.core.retry import RetryDelays, RetryPolicy, as_retry_policy
 from outbox.core.store import DISCARD
+from outbox.core.webhooks import Secrets
 from outbox.stores.tables import LONGEST_SCHEMA, LONGEST_TABLE, check_identifier
 
 PREFIX = "OUTBOX_"
@@ -32,9 +36,10 @@ def _option(
     spellings: tuple[str, ...] = (),
     shown: str | None = None,
     parse: Callable[[str], Any] | None = None,
+    in_file: bool = False,
 ) -> Any:
-    """One option: its default, when to change it, its other names, and how it is read from text."""
-    about = {"doc": doc, "spellings": spellings, "shown": shown, "parse": parse}
+    """One option: its default, when to change it, its other names, and how it is read from text or from a file."""
+    about = {"doc": doc, "spellings": spellings, "shown": shown, "parse": parse, "in_file": in_file}
     return field(default=default, metadata=about)
 
 
@@ -64,6 +69,10 @@ def _object(example: str) -> Callable[[str], dict[str, str]]:
         return value
 
     return parse
+
+
+def _secrets(text: str) -> Secrets:
+    return Secrets(*re.split(r"[\s,]+", text.strip(" ,\t\r\n")))
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -124,6 +133,21 @@ class Settings:
         "RabbitMQ's management interface, which lists the queues with dead letters: `http://user:password@host:15672`.",
         shown="port 15672 of the broker's host, or 15671 with TLS",
         parse=str,
+    )
+    source: str | None = _option(
+        None,
+        "Who says it: the `source` of CloudEvents over HTTP, a URI or the path of one. Set it if receivers should "
+        "know you by a name of your own; with another source they take a message for another one.",
+        shown="`/`, the database's name, `/`, the table's name",
+        parse=str,
+    )
+    webhook_secrets: Any = _option(
+        None,
+        "Secrets that sign what is sent over HTTP, `whsec_…`: one, or several while they are changed. The variable "
+        "has commas between them; `OUTBOX_WEBHOOK_SECRETS_FILE` names a file that holds them instead.",
+        shown="none: nothing is signed",
+        parse=_secrets,
+        in_file=True,
     )
     poll_interval: Seconds = _option(
         1.0,
@@ -216,6 +240,10 @@ class Settings:
         check_name(self.exchange_name, "exchange_name")
         if self.queue_prefix != "":
             check_name(self.queue_prefix, "queue_prefix")
+        if self.source is not None:
+            check_name(self.source, "source")
+        if self.webhook_secrets is not None:
+            self._set("webhook_secrets", Secrets.of(self.webhook_secrets))
         for name in ("poll_interval", "lease", "grace"):
             self._set(name, self._checked(name, as_lifetime if name != "grace" else as_delay))
         if self.expiration is not None:
@@ -243,6 +271,13 @@ class Settings:
     def __repr__(self) -> str:
         """Names only what is safe to show: URLs and engines may hold credentials."""
         return f"Settings(table_name={self.table_name!r}, schema={self.schema!r})"
+
+    @property
+    def service(self) -> str:
+        """What all processes that share the table have in common, as the source of CloudEvents."""
+        url = self.db_engine.url if self.db_engine is not None else make_url(self.db_engine_url or "sqlite://")
+        table = self.table_name if self.schema is None else f"{self.schema}.{self.table_name}"
+        return f"/{quote(Path(url.database or 'memory').name)}/{quote(table)}"
 
     @property
     def seconds_between_looks(self) -> float:
@@ -317,6 +352,8 @@ def _read(option: Any, environment: Mapping[str, str], values: dict[str, Any]) -
     parse = option.metadata["parse"]
     found = {PREFIX + name.upper(): environment.get(PREFIX + name.upper()) for name in _names(option)}
     texts = {name: text for name, text in found.items() if text}
+    if option.metadata["in_file"]:
+        texts |= _read_file(f"{PREFIX}{option.name.upper()}_FILE", environment)
     if parse is None or not texts:
         return
     if len(set(texts.values())) > 1:
@@ -326,6 +363,16 @@ def _read(option: Any, environment: Mapping[str, str], values: dict[str, Any]) -
         values[option.name] = parse(text)
     except (ConfigurationError, TimeInvalid) as error:
         raise ConfigurationError(f"{name}: {error}") from None
+
+
+def _read_file(name: str, environment: Mapping[str, str]) -> dict[str, str]:
+    path = environment.get(name)
+    if not path:
+        return {}
+    try:
+        return {name: Path(path).read_text()}
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"{name}: the file cannot be read: {type(error).__name__}") from None
 
 
 def _names(option: Any) -> tuple[str, ...]:

@@ -2,7 +2,8 @@
 
 OutboxError
 ├── ConfigurationError          the setup cannot work; the text says what to change
-│   └── TransportMismatch       the table already belongs to another transport
+│   ├── TransportMismatch       the table already belongs to another transport
+│   └── UrlRefused              a URL from a user leads where none may lead
 ├── MessageError (ValueError)   a message was refused before it was written
 │   ├── RoutingKeyInvalid
 │   ├── KeyInvalid
@@ -13,7 +14,10 @@ OutboxError
 │   ├── HeadersTooLarge
 │   ├── TimeInvalid
 │   ├── TimerIdInvalid
-│   └── MessageIdInvalid
+│   ├── MessageIdInvalid
+│   └── CloudEventInvalid       a request from outside holds no CloudEvent
+│       └── CloudEventUnsupported   it may be one, in a format that is not read here
+├── SignatureInvalid            nobody who knows the secret signed this webhook just now
 ├── TransactionError            the caller's transaction cannot take the message
 │   ├── SnapshotConflict        SQLite: it read before it wrote, and somebody else wrote meanwhile
 │   └── TablesMissing           a driver's own connection, and nobody has made the tables yet
@@ -58,6 +62,10 @@ class TransportMismatch(ConfigurationError):
     """The outbox table was first used with another transport."""
 
 
+class UrlRefused(ConfigurationError):
+    """A URL that came from a user is not one that this machine may send requests to."""
+
+
 class MessageError(OutboxError, ValueError):
     """A message was refused before anything was written."""
 
@@ -100,6 +108,18 @@ class TimerIdInvalid(MessageError):
 
 class MessageIdInvalid(MessageError):
     """The id of a message from outside is empty, too long, or contains control characters."""
+
+
+class CloudEventInvalid(MessageError):
+    """A request from outside holds no CloudEvent 1.0, or a broken one."""
+
+
+class CloudEventUnsupported(CloudEventInvalid):
+    """A request from outside holds events in a format or charset that is not read here."""
+
+
+class SignatureInvalid(OutboxError):
+    """A webhook was not signed with a secret that is known here, or not just now, or it was changed on its way."""
 
 
 class TransactionError(OutboxError):

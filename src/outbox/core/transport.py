@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Protocol, runtime_checkable
 
 from sqlalchemy import Connection, Executable
@@ -17,6 +18,7 @@ from outbox.core.listener import Listener
 from outbox.core.message import Message
 from outbox.core.retry import RetryPolicy, as_retry_policy
 from outbox.core.store import Lease, Leased, Rows, Wanted
+from outbox.core.webhooks import Secrets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +39,8 @@ class Defaults:
     exchange_name: str = "outbox"
     queue_prefix: str = ""
     management_url: str = ""
+    source: str = "/outbox"
+    webhook_secrets: Secrets | None = None
     retry_policy: RetryPolicy = field(default_factory=lambda: as_retry_policy((1, 10, 60, 300)))
     observe: Observer = field(default=lambda event: None)
 
@@ -47,6 +51,7 @@ class Refusal:
 
     error: str
     permanent: bool = False  # it never will
+    retry_after: timedelta | None = None  # how long it asks to be left alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,7 @@ class Published:
 
     confirmed: frozenset[str] = frozenset()  # the transport's positive confirmation of that very message
     refused: Mapping[str, Refusal] = field(default_factory=dict)
+    silence: str = ""  # why nothing is known of the others, for people
 
     @property
     def answered(self) -> bool:
@@ -159,6 +165,13 @@ class OnRoute(Protocol):
     def route(self) -> str:
         """The destination of its messages in the table: it must outlive the process, and hold no secret."""
         ...
+
+
+@runtime_checkable
+class Adopting(Protocol):
+    """A transport that was made by the application, and takes what it was not given from the settings."""
+
+    def adopt(self, defaults: Defaults) -> None: ...
 
 
 @runtime_checkable

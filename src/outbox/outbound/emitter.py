@@ -8,6 +8,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from outbox.core import body as bodies
+from outbox.core.cloudevents import SOURCE
 from outbox.core.durations import Eta, Seconds, as_due, as_lifetime
 from outbox.core.errors import HeaderInvalid, NotAtomicWarning, TimeInvalid
 from outbox.core.events import Emitted, Observer
@@ -43,6 +44,7 @@ class Emitter:
         key: Key = None,
         headers: Mapping[str, str] | None = None,
         content_type: str | None = None,
+        source: str | None = None,
     ) -> Message:
         """A checked message."""
         encoded, default_type = bodies.encode(body, routing_key)
@@ -50,7 +52,7 @@ class Emitter:
             routing_key=routing_key,
             body=encoded,
             content_type=content_type or default_type,
-            headers=_as_headers(headers),
+            headers=_as_headers(headers, source),
             key=key(body) if callable(key) else key,
         )
         check(message, self._max_body_size)
@@ -116,7 +118,12 @@ class Emitter:
         return self._store_for(transaction.dialect.name)
 
 
-def _as_headers(headers: Mapping[str, str] | None) -> dict[str, str]:
+def _as_headers(headers: Mapping[str, str] | None, source: str | None) -> dict[str, str]:
     if headers is not None and not isinstance(headers, Mapping):
         raise HeaderInvalid(f"headers are a mapping of names to values, not {type(headers).__name__}")
-    return dict(headers or {})
+    found = dict(headers or {})
+    if source is None:
+        return found
+    if source == "" or found.get(SOURCE, source) != source:
+        raise HeaderInvalid(f"source is not empty, and the header {SOURCE!r} is the same thing: give one of them")
+    return {**found, SOURCE: source}

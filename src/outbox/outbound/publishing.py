@@ -20,6 +20,8 @@ from outbox.outbound.circuit import Breaker, Passage
 DEADLINE = 30.0  # seconds after which a publish that has not answered is in doubt
 SIDE_BY_SIDE = 4  # batches under way while there is more than one: two are sent, one comes, one is written
 
+LONGEST_RETRY_AFTER = timedelta(hours=1)  # whatever a destination asks for
+
 _DONE = Done()
 
 
@@ -70,7 +72,7 @@ class Publisher:
             published = await self._publish(claim.attempts)
             await self._settle(claim, published)
         if not published.answered:
-            raise self._nothing(claim.attempts)
+            raise self._nothing(claim.attempts, published)
         return len(claim.attempts)
 
     async def _guarded(self, breaker: Breaker, passage: Passage) -> int:
@@ -83,7 +85,7 @@ class Publisher:
                 return 0  # what was claimed is given back
             try:
                 published = await self._publish(claim.attempts)
-                error = self._nothing(claim.attempts)
+                error = self._nothing(claim.attempts, published)
             except TransportUnavailable as unavailable:
                 published, error = Published(), unavailable
             if published.answered:
@@ -98,8 +100,9 @@ class Publisher:
     def _claim(self, limit: int) -> AbstractAsyncContextManager[Claim]:
         return self._store.claim(limit, lease=self._lease, destination=self._destination)
 
-    def _nothing(self, attempts: Sequence[Attempt]) -> TransportUnavailable:
-        return TransportUnavailable(f"{self._transport.name} confirmed nothing of {len(attempts)} messages")
+    def _nothing(self, attempts: Sequence[Attempt], published: Published) -> TransportUnavailable:
+        why = f": {published.silence}" if published.silence else ""
+        return TransportUnavailable(f"{self._transport.name} confirmed nothing of {len(attempts)} messages{why}")
 
     async def _settle(self, claim: Claim, published: Published, pause: timedelta = NO_DELAY) -> None:
         outcomes = {attempt.id: self._outcome(attempt, published, pause) for attempt in claim.attempts}
@@ -128,7 +131,10 @@ class Publisher:
         if refusal.permanent:
             return Dead(Reason.REFUSED, refusal.error)
         delay = self._retry_policy.delay(attempt.attempt_count, RefusedError(refusal.error))
-        return Dead(Reason.EXHAUSTED, refusal.error) if delay is None else RetryIn(delay, refusal.error)
+        if delay is None:
+            return Dead(Reason.EXHAUSTED, refusal.error)
+        asked = min(refusal.retry_after or NO_DELAY, LONGEST_RETRY_AFTER)
+        return RetryIn(max(delay, asked), refusal.error)
 
     def _tell(self, attempts: Sequence[Attempt], outcomes: Mapping[int, Outcome], lost: frozenset[int]) -> None:
         for attempt in attempts:

@@ -1,0 +1,387 @@
+"""CloudEvents: messages as CloudEvents 1.0 over HTTP, and back.
+
+The type is the routing key, the id the message's id, the subject its key, the time when it was made. What CloudEvents
+has no attribute for travels in extensions, and so do headers; those that no extension could hold share one.
+"""
+
+from __future__ import annotations
+
+import binascii
+import json
+import re
+from base64 import b64decode, b64encode
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import lru_cache
+from typing import Any, Final
+from urllib.parse import quote, unquote, unquote_to_bytes
+
+from outbox.core.errors import CloudEventInvalid, CloudEventUnsupported, named
+from outbox.core.message import BYTES, JSON, Message
+
+STRUCTURED: Final = "application/cloudevents+json"
+BATCHED: Final = "application/cloudevents-batch+json"
+
+SOURCE: Final = "ce-source"  # the header of a message that has a source of its own; every received one has it
+DATASCHEMA: Final = "ce-dataschema"
+
+TRACKING_IDS: Final = "outboxtrackingids"
+DUE: Final = "outboxduetime"
+HEADERS: Final = "outboxheaders"  # headers that are no extensions: a JSON object
+EXPIRES: Final = "expirytime"  # CloudEvents' own extension
+
+_VERSION = "1.0"
+_REQUIRED = ("specversion", "id", "source", "type")
+_CORE = frozenset({*_REQUIRED, "datacontenttype", "dataschema", "subject", "time", "data"})
+_OURS = frozenset({TRACKING_IDS, DUE, HEADERS, EXPIRES})
+_NAME = re.compile(r"[a-z0-9]+")
+_EXTENSION = re.compile(r"[a-z0-9]{1,20}")  # the length that CloudEvents recommends
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\ufdd0-\ufdef]|[\ufffe\uffff]")  # what no text of CloudEvents contains
+_TIME = re.compile(r"\d{4}-\d\d-\d\d[Tt]\d\d:\d\d:\d\d(\.\d+)?([Zz]|[+-]\d\d:\d\d)", re.ASCII)
+_QUOTED = re.compile(r'"((?:[^"\\]|\\.)*)"', re.DOTALL)
+_ESCAPED = re.compile(r"\\(.)", re.DOTALL)
+_HALF_ENCODED = re.compile(r"%(?![0-9A-Fa-f]{2})")
+_SPACE = re.compile(r"[ \t\n\r]*")
+_UNENCODED = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) not in '"%')
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A message that came as a CloudEvent, and who sent it: ids are unique only together with their source."""
+
+    message: Message
+    source: str
+
+
+# Out.
+
+
+def structured(message: Message, source: str) -> tuple[dict[str, str], bytes]:
+    """Headers and body of a request that holds the whole event in its body."""
+    attributes = json.dumps(_attributes(message, source))[:-1].encode()
+    if _is_json(message.content_type) and _is_strict(message.body):
+        data = b',"data":' + message.body  # as it is: whatever was signed or hashed stays what it was
+    else:
+        data = b',"data_base64":"' + b64encode(message.body) + b'"'
+    return {"content-type": f"{STRUCTURED}; charset=UTF-8"}, attributes + data + b"}"
+
+
+def binary(message: Message, source: str) -> tuple[dict[str, str], bytes]:
+    """Headers and body of a request whose body is the message's own."""
+    attributes = _attributes(message, source)
+    headers = {"content-type": attributes.pop("datacontenttype")}
+    headers.update((f"ce-{name}", quote(value, safe=_UNENCODED)) for name, value in attributes.items())
+    return headers, message.body
+
+
+def _attributes(message: Message, source: str) -> dict[str, str]:
+    attributes = {
+        "specversion": _VERSION,
+        "id": message.id,
+        "source": source,
+        "type": message.routing_key,
+        "time": _written(message.created_at),
+        "datacontenttype": message.content_type,
+    }
+    if message.key is not None:
+        attributes["subject"] = message.key
+    if len(message.tracking_ids) > 1:
+        attributes[TRACKING_IDS] = ",".join(quote(id, safe="") for id in message.tracking_ids)
+    if message.expires_at is not None:
+        attributes[EXPIRES] = _written(message.expires_at)
+    if message.due_at is not None:
+        attributes[DUE] = _written(message.due_at)
+    if message.headers:
+        _add_headers(attributes, message.headers)
+    return attributes
+
+
+def _add_headers(attributes: dict[str, str], headers: Mapping[str, str]) -> None:
+    others = {}
+    for name, value in headers.items():
+        if name in (SOURCE, DATASCHEMA) and value:
+            attributes[name.removeprefix("ce-")] = value
+        elif _EXTENSION.fullmatch(name) and name not in _CORE | _OURS and value and not _CONTROL.search(value):
+            attributes[name] = value
+        else:
+            others[name] = value
+    if others:
+        attributes[HEADERS] = json.dumps(others)
+
+
+def _written(moment: datetime) -> str:
+    return moment.astimezone(UTC).isoformat().replace("+00:00", "Z")
+
+
+@lru_cache(maxsize=256)
+def _is_json(content_type: str) -> bool:
+    kind = _media_type(content_type)
+    return kind.endswith(("/json", "+json"))
+
+
+def _media_type(content_type: str) -> str:
+    return content_type.partition(";")[0].strip().lower()
+
+
+def _is_strict(body: bytes) -> bool:
+    try:
+        json.loads(body.decode(), parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
+
+
+# In.
+
+
+def is_cloud_event(headers: Mapping[str, str]) -> bool:
+    """Whether a request says that it holds one or more; names of headers in lower case."""
+    return "ce-specversion" in headers or _media_type(headers.get("content-type", "")).startswith(
+        "application/cloudevents"
+    )
+
+
+def parse(headers: Mapping[str, str], body: bytes) -> list[Received]:
+    """The events of a request in any of the three modes; names of headers in lower case. Raises CloudEventInvalid.
+
+    A body of JSON is kept byte for byte. Limits are not checked here: whoever stores a message checks it.
+    """
+    kind = _media_type(headers.get("content-type", ""))
+    if kind.startswith("application/cloudevents"):
+        if kind not in (STRUCTURED, BATCHED):
+            raise CloudEventUnsupported(f"events as {named(kind)} are not understood here: send {STRUCTURED}")
+        reader = _Reader(_decoded(headers["content-type"], body))
+        return [_from_json(event) for event in (reader.batch() if kind == BATCHED else [reader.single()])]
+    if "ce-specversion" in headers:
+        return [_from_headers(headers, body)]
+    raise CloudEventInvalid(
+        f"no CloudEvent: send {STRUCTURED}, or the header ce-specversion and the others of an event"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Event:
+    members: Mapping[str, Any]
+    data: str | None  # as it was written
+
+
+class _Reader:
+    """Reads the outermost level by itself, because nobody else tells how the data was written."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._at = 0
+        self._decoder = json.JSONDecoder(parse_constant=_refuse)
+
+    def single(self) -> _Event:
+        event = self._event()
+        self._end()
+        return event
+
+    def batch(self) -> list[_Event]:
+        events = []
+        self._expect("[")
+        if not self._found("]"):
+            events.append(self._event())
+            while self._found(","):
+                events.append(self._event())
+            self._expect("]")
+        self._end()
+        return events
+
+    def _event(self) -> _Event:
+        members: dict[str, Any] = {}
+        data = None
+        self._expect("{")
+        more = not self._found("}")
+        while more:
+            name, _ = self._value()
+            self._expect(":")
+            value, written = self._value()
+            if not isinstance(name, str) or name in members:
+                raise CloudEventInvalid(f"{named(name)} is there twice, or is no name: each member has one of its own")
+            members[name] = value
+            if name == "data":
+                data = written
+            more = self._found(",")
+            if not more:
+                self._expect("}")
+        return _Event(members, data)
+
+    def _value(self) -> tuple[Any, str]:
+        self._skip()
+        start = self._at
+        try:
+            value, self._at = self._decoder.raw_decode(self._text, start)
+        except (ValueError, RecursionError) as error:
+            raise CloudEventInvalid(f"the body is no JSON: {type(error).__name__} after character {start}") from None
+        return value, self._text[start : self._at]
+
+    def _found(self, character: str) -> bool:
+        self._skip()
+        found = self._text.startswith(character, self._at)
+        self._at += found
+        return found
+
+    def _expect(self, character: str) -> None:
+        if not self._found(character):
+            raise CloudEventInvalid(f"the body is no JSON of CloudEvents: {character} is missing at {self._at}")
+
+    def _end(self) -> None:
+        self._skip()
+        if self._at < len(self._text):
+            raise CloudEventInvalid(f"the body goes on after the event, at {self._at}")
+
+    def _skip(self) -> None:
+        space = _SPACE.match(self._text, self._at)
+        self._at = space.end() if space else self._at
+
+
+def _decoded(content_type: str, body: bytes) -> str:
+    charset = re.search(r"charset\s*=\s*\"?([^\s;\"]+)", content_type, re.IGNORECASE)
+    if charset and charset[1].lower() not in ("utf-8", "utf8", "us-ascii"):
+        raise CloudEventUnsupported(f"the charset {named(charset[1])} is not understood here: send UTF-8")
+    try:
+        return body.decode()
+    except UnicodeDecodeError:
+        raise CloudEventInvalid("the body is not UTF-8") from None
+
+
+def _from_json(event: _Event) -> Received:
+    members = dict(event.members)
+    encoded = members.pop("data_base64", None)
+    members.pop("data", None)
+    attributes = {name: _text(name, value) for name, value in members.items() if value is not None}
+    content_type = attributes.get("datacontenttype") or None
+    if encoded is not None:
+        if event.data is not None:
+            raise CloudEventInvalid("data and data_base64 exclude each other: send one of them")
+        return _received(attributes, content_type or BYTES, _from_base64(encoded))
+    if event.data is None:
+        return _received(attributes, content_type or BYTES, b"")
+    data = event.members["data"]
+    if content_type is not None and not _is_json(content_type) and isinstance(data, str):
+        return _received(attributes, content_type, _utf8(data))
+    return _received(attributes, content_type or JSON, event.data.encode())
+
+
+def _from_headers(headers: Mapping[str, str], body: bytes) -> Received:
+    attributes = {
+        name.removeprefix("ce-"): _unescaped(name, value) for name, value in headers.items() if name.startswith("ce-")
+    }
+    if "datacontenttype" in attributes or "data" in attributes:
+        raise CloudEventInvalid("in binary mode the body is the data and content-type its type: leave out ce-data…")
+    return _received(attributes, headers.get("content-type") or BYTES, body)
+
+
+def _received(attributes: Mapping[str, str], content_type: str, body: bytes) -> Received:
+    _check(attributes)
+    id, source = attributes["id"], attributes["source"]
+    message = Message(
+        routing_key=attributes["type"],
+        body=body,
+        content_type=content_type,
+        headers=_headers(attributes),
+        key=attributes.get("subject") or None,
+        tracking_ids=_tracking_ids(attributes.get(TRACKING_IDS), id),
+        created_at=_moment(attributes, "time") or datetime.now(UTC),
+        expires_at=_moment(attributes, EXPIRES),
+        due_at=_moment(attributes, DUE),
+    )
+    return Received(message, source)
+
+
+def _check(attributes: Mapping[str, str]) -> None:
+    missing = [name for name in _REQUIRED if not attributes.get(name)]
+    if missing:
+        raise CloudEventInvalid(f"{', '.join(missing)} must be there and not be empty: every CloudEvent has them")
+    if attributes["specversion"] != _VERSION:
+        raise CloudEventInvalid(f"specversion {named(attributes['specversion'])}: only {_VERSION} is understood here")
+    for name in attributes:
+        if not _NAME.fullmatch(name):
+            raise CloudEventInvalid(f"the attribute {named(name)}: names consist of a-z and 0-9")
+
+
+def _headers(attributes: Mapping[str, str]) -> dict[str, str]:
+    headers = {name: value for name, value in attributes.items() if name not in _CORE and name not in _OURS}
+    headers[SOURCE] = attributes["source"]
+    if attributes.get("dataschema"):
+        headers[DATASCHEMA] = attributes["dataschema"]
+    if HEADERS in attributes:
+        headers |= _other_headers(attributes[HEADERS])
+    return headers
+
+
+def _other_headers(text: str) -> dict[str, str]:
+    try:
+        others = json.loads(text)
+    except (ValueError, RecursionError):
+        others = None
+    if not isinstance(others, dict) or not all(isinstance(value, str) for value in others.values()):
+        raise CloudEventInvalid(f"{HEADERS} is a JSON object whose values are texts")
+    return {name: value for name, value in others.items() if name != SOURCE}
+
+
+def _tracking_ids(text: str | None, id: str) -> tuple[str, ...]:
+    ids = tuple(unquote(each) for each in text.split(",")) if text else ()
+    return ids if ids and ids[-1] == id else (*ids, id)
+
+
+def _moment(attributes: Mapping[str, str], name: str) -> datetime | None:
+    text = attributes.get(name)
+    if not text:
+        return None
+    try:
+        if not _TIME.fullmatch(text):
+            raise ValueError
+        return datetime.fromisoformat(text.upper()).astimezone(UTC)
+    except (ValueError, OverflowError):
+        raise CloudEventInvalid(f"{name} {named(text)}: write times as 2026-01-31T12:00:00Z") from None
+
+
+def _text(name: str, value: object) -> str:
+    match value:
+        case str():
+            _utf8(value)
+            return value
+        case bool():
+            return "true" if value else "false"
+        case int():
+            return str(value)
+    raise CloudEventInvalid(f"the attribute {named(name)} is a {type(value).__name__}: a text, a number, true or false")
+
+
+def _utf8(text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        raise CloudEventInvalid("half of a surrogate pair is no character") from None
+
+
+def _from_base64(encoded: object) -> bytes:
+    try:
+        if not isinstance(encoded, str):
+            raise ValueError
+        return b64decode(encoded, validate=True)
+    except (binascii.Error, ValueError):
+        raise CloudEventInvalid("data_base64 is no base64") from None
+
+
+def _unescaped(name: str, value: str) -> str:
+    """A header's value: out of its quotes, then decoded once."""
+    quoted = _QUOTED.fullmatch(value)
+    if quoted:
+        value = _ESCAPED.sub(r"\1", quoted[1])
+    if "%" not in value:
+        return value
+    if _HALF_ENCODED.search(value):
+        raise CloudEventInvalid(f"the header {named(name)}: % is followed by two hexadecimal digits, and is itself %25")
+    try:
+        return unquote_to_bytes(value).decode()
+    except UnicodeDecodeError:
+        raise CloudEventInvalid(f"the header {named(name)}: what is percent-encoded is not UTF-8") from None

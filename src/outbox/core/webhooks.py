@@ -1,0 +1,117 @@
+"""Webhooks: signatures as Standard Webhooks has them, made and verified."""
+
+from __future__ import annotations
+
+import binascii
+import hmac
+import re
+from base64 import b64decode, b64encode
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
+from typing import Final
+from urllib.parse import quote
+
+from outbox.core.errors import ConfigurationError, SignatureInvalid
+
+ID: Final = "webhook-id"
+TIMESTAMP: Final = "webhook-timestamp"
+SIGNATURE: Final = "webhook-signature"
+HEADERS: Final = frozenset({ID, TIMESTAMP, SIGNATURE})
+
+TOLERANCE: Final = timedelta(minutes=5)  # between the sender's clock and ours, to either side
+SHORTEST_SECRET, LONGEST_SECRET = 24, 64  # bytes
+
+_PREFIX = "whsec_"
+_VERSION = "v1,"  # HMAC-SHA256; signatures of other versions are passed by
+_NUMBER = re.compile(r"[0-9]{1,15}")
+_HOW = "`whsec_` and the base64 of 24 to 64 random bytes"
+
+
+class Secrets:
+    """The keys that sender and receiver share. With several, each signs, and any of them verifies: for rotation."""
+
+    __slots__ = ("_keys",)
+
+    def __init__(self, *secrets: str | bytes) -> None:
+        """Texts begin with `whsec_`; bytes are the key itself."""
+        if not secrets:
+            raise ConfigurationError(f"no webhook secret: give at least one, {_HOW}")
+        self._keys = tuple(_key(secret) for secret in secrets)
+
+    @classmethod
+    def of(cls, given: Secrets | str | bytes | Iterable[str | bytes]) -> Secrets:
+        """One secret, several, or what was made of them before."""
+        if isinstance(given, Secrets):
+            return given
+        return cls(given) if isinstance(given, str | bytes) else cls(*given)
+
+    def __repr__(self) -> str:
+        """How many there are, never which."""
+        return f"<Secrets: {len(self._keys)}>"
+
+    def signatures(self, content: bytes) -> list[str]:
+        """One for each key, the newest first if they were given so."""
+        return [_VERSION + b64encode(hmac.digest(key, content, "sha256")).decode() for key in self._keys]
+
+
+def sign(secrets: Secrets, id: str, timestamp: int, body: bytes) -> dict[str, str]:
+    """The headers of one attempt: the id is the same with every attempt, the time in seconds since 1970 is not."""
+    safe_id = header_id(id)
+    signatures = secrets.signatures(_content(safe_id, str(timestamp), body))
+    return {ID: safe_id, TIMESTAMP: str(timestamp), SIGNATURE: " ".join(signatures)}
+
+
+def verify(
+    secrets: Secrets, headers: Mapping[str, str], body: bytes, now: float, tolerance: timedelta = TOLERANCE
+) -> str:
+    """The webhook's id if one of the secrets signed exactly this, not long ago; raises SignatureInvalid.
+
+    The names of the headers are in lower case, and `now` is in seconds since 1970.
+    """
+    id, timestamp, signatures = (_header(headers, name) for name in (ID, TIMESTAMP, SIGNATURE))
+    if "." in id:
+        raise SignatureInvalid(f"{ID} contains a dot: what was signed could be read in two ways")
+    if not _NUMBER.fullmatch(timestamp):
+        raise SignatureInvalid(f"{TIMESTAMP} is no number: send the seconds since 1970")
+    if abs(now - int(timestamp)) > tolerance.total_seconds():
+        raise SignatureInvalid(f"{TIMESTAMP} is not within {tolerance} of the time here: sign each attempt anew")
+    expected = [each.encode() for each in secrets.signatures(_content(id, timestamp, body))]
+    given = [each.encode() for each in signatures.split(" ")]
+    # Every pair is compared, each in constant time: how long it takes tells nothing of how close somebody came.
+    if not sum(hmac.compare_digest(one, other) for one in expected for other in given):
+        raise SignatureInvalid(f"no signature in {SIGNATURE} was made with a secret known here over exactly this body")
+    return id
+
+
+def header_id(id: str) -> str:
+    """An id as it travels: without dots, which part what is signed, and nothing that a header cannot hold."""
+    return quote(id, safe="").replace(".", "%2E")
+
+
+def _content(id: str, timestamp: str, body: bytes) -> bytes:
+    return f"{id}.{timestamp}.".encode() + body
+
+
+def _header(headers: Mapping[str, str], name: str) -> str:
+    value = headers.get(name)
+    if not value or not value.isascii():
+        raise SignatureInvalid(f"the header {name} is missing or not ASCII: sign requests as Standard Webhooks says")
+    return value
+
+
+def _key(secret: str | bytes) -> bytes:
+    """An error never repeats a secret, not even in part."""
+    if isinstance(secret, str):
+        if not secret.startswith(_PREFIX):
+            raise ConfigurationError(f"a webhook secret is {_HOW}; this one has no such prefix")
+        try:
+            key = b64decode(secret.removeprefix(_PREFIX), validate=True)
+        except (binascii.Error, ValueError):
+            raise ConfigurationError(f"a webhook secret is {_HOW}; this one is no base64") from None
+    elif isinstance(secret, bytes):
+        key = secret
+    else:
+        raise ConfigurationError(f"a webhook secret is {_HOW}, or these bytes, not {type(secret).__name__}")
+    if not SHORTEST_SECRET <= len(key) <= LONGEST_SECRET:
+        raise ConfigurationError(f"a webhook secret is {_HOW}; this one has {len(key)}")
+    return key

@@ -1,0 +1,283 @@
+"""HttpTransport: posts each message to a URL as a CloudEvent, signed if there is a secret."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import re
+import ssl
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from typing import Any, Literal, NoReturn, Self
+
+import aiohttp
+from aiohttp.abc import AbstractResolver
+
+from outbox.core import cloudevents, webhooks
+from outbox.core.cancellation import cancelled_from_outside
+from outbox.core.durations import Seconds, as_lifetime, configured
+from outbox.core.errors import ConfigurationError
+from outbox.core.listener import Listener
+from outbox.core.message import Message
+from outbox.core.transport import Defaults, Delivery, Features, Published, Refusal
+from outbox.transports.http.answers import is_taken, refusal
+from outbox.transports.http.guard import AddressRefused, CheckedResolver, check_url, checked_socket
+from outbox.transports.http.place import Place
+
+__all__ = ["HttpTransport", "check_url"]
+
+CONCURRENCY = 32
+WITHIN = timedelta(seconds=15)  # for an answer
+LONGEST_WITHIN = timedelta(seconds=20)
+BATCH_WITHIN = timedelta(seconds=25)  # for all answers to a batch: less than the relay gives it
+BODY_WITHIN = 3.0  # seconds for the rest of an answer whose status is known
+LARGEST_ANSWER = 64 * 1024  # bytes that are read; whoever says more is hung up on
+KEEP_ALIVE = 4.0  # seconds that an idle connection is kept: less than servers do, so that none closes under a request
+LARGE_BODY = 2**20  # bytes; the client wants larger ones as a file
+
+Mode = Literal["structured", "binary"]
+SomeSecrets = webhooks.Secrets | str | bytes | Iterable[str | bytes]
+Write = Callable[[Message, str], tuple[dict[str, str], bytes]]
+
+_DEFAULTS = Defaults()
+_MODES: Mapping[str, Write] = {"structured": cloudevents.structured, "binary": cloudevents.binary}
+_TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
+_OURS = ("content-", "ce-", "webhook-", "transfer-encoding", "host", "connection", "expect")
+
+
+class HttpTransport:
+    """One destination. 2xx means sent; what another answer means, and no answer, says `docs/learn/http.md`."""
+
+    name = "http"
+    features = Features(consumes=False, delays=False, keeps_dead_letters=False, shares_outages=True)
+    dead_letters = None
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        source: str | None = None,  # default: the setting `source`
+        mode: Mode = "structured",
+        secrets: SomeSecrets | None = None,  # default: the setting `webhook_secrets`; () signs nothing
+        untrusted: bool = False,  # the URL comes from a user: https, public addresses
+        plain_http: bool = False,  # http:// to other machines, too
+        concurrency: int = CONCURRENCY,  # requests under way at once
+        timeout: Seconds = WITHIN,  # for an answer, connecting included
+        headers: Mapping[str, str] | None = None,  # with every request
+        name: str | None = None,  # of the route; default: the URL without user, password and query
+        ssl_context: ssl.SSLContext | None = None,  # default: the authorities that this machine trusts
+        resolver: AbstractResolver | None = None,  # default: this machine's
+    ) -> None:
+        self._place = Place.of(url, plain_http=plain_http, untrusted=untrusted)
+        self.route = name or self._place.name
+        self._source = source
+        self._write = _checked_mode(mode)
+        self._unsaid_secrets = secrets is None
+        self._secrets = None if secrets is None or secrets == () else webhooks.Secrets.of(secrets)
+        self._untrusted = untrusted
+        self._concurrency = _checked_concurrency(concurrency)
+        self._timeout = _checked_timeout(timeout)
+        self._headers = _checked_headers(headers or {}, self._place)
+        self._ssl_context = ssl_context
+        self._resolver = resolver
+        self._opened = 0  # several relays of a process may share this transport
+
+    @classmethod
+    def of(cls, url: str, defaults: Defaults) -> Self:
+        """`https://example.com/events`, or `http://` on this machine."""
+        transport = cls(url)
+        transport.adopt(defaults)
+        return transport
+
+    def adopt(self, defaults: Defaults) -> None:
+        if self._source is None:
+            self._source = defaults.source
+        if self._unsaid_secrets:
+            self._secrets = defaults.webhook_secrets
+
+    def __repr__(self) -> str:
+        """Where it sends to, without what may be secret in the URL."""
+        return f"HttpTransport({self._place.host!r})"
+
+    async def open(self) -> None:
+        """Connections are made when they are needed, and kept for the next request."""
+        self._opened += 1
+        if self._opened == 1:
+            self._slots = asyncio.Semaphore(self._concurrency)
+            self._answered = float("-inf")  # when the destination last answered at all
+            self._session = self._new_session()
+
+    async def close(self) -> None:
+        self._opened -= 1
+        if not self._opened:
+            await self._session.close()
+
+    async def publish(self, messages: Sequence[Message]) -> Published:
+        batch = _Batch(iter(messages), last_start=_now() + (BATCH_WITHIN - self._timeout).total_seconds())
+        await asyncio.gather(*(self._work(batch) for _ in range(min(self._concurrency, len(messages)))))
+        # Only now: a request may have failed before another one of its time was answered.
+        for silence in batch.silences:
+            if self._answered > silence.began:
+                batch.refused[silence.id] = Refusal(f"{self._place.host} answers others: {silence.error}")
+        silence = batch.silences[0].error if batch.silences else ""
+        return Published(frozenset(batch.confirmed), batch.refused, silence)
+
+    async def declare(self, listeners: Sequence[Listener]) -> None:
+        _cannot_deliver()
+
+    def consume(self, listener: Listener, prefetch: int) -> AsyncIterator[Delivery]:
+        _cannot_deliver()
+
+    async def _work(self, batch: _Batch) -> None:
+        """Post one message after the other. What cannot be answered within the relay's time is not begun."""
+        for message in batch.messages:
+            if _now() > batch.last_start or not await self._slot(batch.last_start):
+                return
+            try:
+                await self._post(message, batch)
+            finally:
+                self._slots.release()
+
+    async def _slot(self, until: float) -> bool:
+        try:
+            async with asyncio.timeout_at(until):
+                return await self._slots.acquire()
+        except TimeoutError:
+            return False
+
+    async def _post(self, message: Message, batch: _Batch) -> None:
+        began = _now()
+        try:
+            found = await self._answer(message)
+        except asyncio.CancelledError:
+            if cancelled_from_outside():
+                raise
+            batch.silences.append(_Silence(message.id, began, "the client gave up"))
+        except TimeoutError:
+            error = f"no answer within {self._timeout.total_seconds():g} s"
+            batch.silences.append(_Silence(message.id, began, error))
+        except AddressRefused as error:
+            batch.refused[message.id] = Refusal(f"{self._place.host}: {error}")
+        except (aiohttp.ClientError, OSError) as error:
+            batch.silences.append(_Silence(message.id, began, _described(error)))
+        except Exception as error:  # noqa: BLE001 - one message that cannot be sent must not take others with it
+            batch.refused[message.id] = Refusal(_described(error))
+        else:
+            if found is None:
+                batch.confirmed.add(message.id)
+            else:
+                batch.refused[message.id] = found
+
+    async def _answer(self, message: Message) -> Refusal | None:
+        """Why the destination does not take the message; None if it does."""
+        headers, body = self._write(message, self._source or _DEFAULTS.source)
+        if self._secrets is not None:
+            headers |= webhooks.sign(self._secrets, message.id, int(time.time()), body)
+        data = body if len(body) < LARGE_BODY else io.BytesIO(body)
+        async with asyncio.timeout(self._timeout.total_seconds()):
+            response = await self._session.post(self._place.url, data=data, headers=headers, allow_redirects=False)
+        self._answered = _now()
+        async with response:
+            said = await _read(response)
+            if is_taken(response.status):
+                return None
+            found = refusal(response.status, response.headers.get("retry-after"), said, datetime.now(UTC))
+            return replace(found, error=f"{self._place.host}: {found.error}")
+
+    def _new_session(self) -> aiohttp.ClientSession:
+        guarded: dict[str, Any] = {"resolver": self._resolver}
+        if self._untrusted:
+            guarded = {"resolver": CheckedResolver(self._resolver), "socket_factory": checked_socket}
+        connector = aiohttp.TCPConnector(
+            limit=self._concurrency, keepalive_timeout=KEEP_ALIVE, ssl=self._ssl_context or True, **guarded
+        )
+        return aiohttp.ClientSession(
+            connector=connector,
+            headers=self._headers,
+            timeout=aiohttp.ClientTimeout(total=None),  # the deadline is our own
+            cookie_jar=aiohttp.DummyCookieJar(),
+            trust_env=False,  # no proxies and no passwords from the environment
+            auto_decompress=False,
+        )
+
+
+@dataclass(slots=True)
+class _Silence:
+    """A request that got no answer."""
+
+    id: str
+    began: float
+    error: str
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Messages to post, and what became of them."""
+
+    messages: Iterator[Message]  # shared by those who post them
+    last_start: float  # by the loop's clock
+    confirmed: set[str] = field(default_factory=set)
+    refused: dict[str, Refusal] = field(default_factory=dict)
+    silences: list[_Silence] = field(default_factory=list)
+
+
+async def _read(response: aiohttp.ClientResponse) -> bytes:
+    """The answer's body up to a limit. The status counts, however the body ends."""
+    if response.content.at_eof():
+        return b""
+    said = b""
+    with suppress(aiohttp.ClientError, OSError):  # a TimeoutError is one of the latter
+        async with asyncio.timeout(BODY_WITHIN):
+            while len(said) < LARGEST_ANSWER and (piece := await response.content.read(LARGEST_ANSWER - len(said))):
+                said += piece
+    if not response.content.at_eof():
+        response.close()
+    return said
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _described(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _cannot_deliver() -> NoReturn:
+    raise ConfigurationError("over HTTP messages come by themselves: serve http_app(listeners) instead of a worker")
+
+
+def _checked_mode(mode: str) -> Write:
+    if mode not in _MODES:
+        raise ConfigurationError(f"mode={mode!r}: one of {', '.join(map(repr, _MODES))}")
+    return _MODES[mode]
+
+
+def _checked_concurrency(concurrency: int) -> int:
+    if isinstance(concurrency, bool) or not isinstance(concurrency, int) or concurrency < 1:
+        raise ConfigurationError(f"concurrency={concurrency!r}: a whole number, at least 1")
+    return concurrency
+
+
+def _checked_timeout(timeout: Seconds) -> timedelta:
+    within = configured(as_lifetime, timeout, what="timeout")
+    if within > LONGEST_WITHIN:
+        raise ConfigurationError(f"timeout={within}: at most {LONGEST_WITHIN}, because a relay gives a batch no longer")
+    return within
+
+
+def _checked_headers(headers: Mapping[str, str], place: Place) -> dict[str, str]:
+    checked = {"user-agent": "transactional-outbox"}
+    if place.authorization is not None:
+        checked["authorization"] = place.authorization
+    for name, value in headers.items():
+        lower = name.lower()
+        if lower.startswith(_OURS):
+            raise ConfigurationError(f"the header {name!r} is written with each message: leave it out")
+        if not _TOKEN.fullmatch(name) or not value.isascii() or not value.isprintable():
+            raise ConfigurationError(f"the header {name!r}: headers are printable ASCII, names without spaces")
+        checked[lower] = value
+    return checked

@@ -1,0 +1,355 @@
+"""The HTTP transport against a server that misbehaves: what each answer means, and what silence means."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outbox import Message
+from outbox.core.transport import Defaults, Published
+from outbox.core.webhooks import Secrets, verify
+from outbox.transports import http
+from outbox.transports.http import HttpTransport
+from tests.http_sink import (
+    Behaviour,
+    HttpSink,
+    by_type,
+    close,
+    drip,
+    drip_body,
+    endless,
+    garbage,
+    hang,
+    redirect,
+    reset,
+    status,
+    wrong_length,
+)
+
+from .certificates import make_certificates
+
+SHORT = 3  # seconds for answers that must not come
+LONG = 20  # seconds for answers that must
+
+
+@pytest.fixture
+async def sink() -> AsyncIterator[HttpSink]:
+    async with HttpSink() as sink:
+        yield sink
+
+
+@asynccontextmanager
+async def opened(transport: HttpTransport) -> AsyncIterator[HttpTransport]:
+    await transport.open()
+    try:
+        yield transport
+    finally:
+        await transport.close()
+
+
+def message(routing_key: str = "order.created", **fields: Any) -> Message:
+    return Message(**{"routing_key": routing_key, "body": b'{"id":1}', **fields})
+
+
+async def published(sink: HttpSink, *messages: Message, within: float = LONG, **options: Any) -> Published:
+    async with opened(HttpTransport(sink.url, timeout=within, **options)) as transport:
+        return await transport.publish(messages or [message()])
+
+
+# Answers.
+
+
+@pytest.mark.parametrize("code", [200, 201, 202, 204, 299])
+async def test_2xx_is_sent(sink: HttpSink, code: int) -> None:
+    sink.behave(status(code))
+    sent = message()
+    found = await published(sink, sent)
+    assert (found.confirmed, found.refused) == ({sent.id}, {})
+
+
+@pytest.mark.parametrize("code", [408, 425, 429, 500, 502, 503, 504])
+async def test_not_now_is_a_refusal_that_may_change(sink: HttpSink, code: int) -> None:
+    sink.behave(status(code, {"Retry-After": "7"}, b"later"))
+    sent = message()
+    found = (await published(sink, sent)).refused[sent.id]
+    assert (found.permanent, found.retry_after) == (False, timedelta(seconds=7))
+    assert f"127.0.0.1:{sink.port}: it answered {code}" in found.error
+    assert "later" in found.error
+
+
+@pytest.mark.parametrize("code", [300, 304, 400, 401, 403, 404, 405, 409, 410, 413, 415, 422])
+async def test_never_is_a_refusal_for_good(sink: HttpSink, code: int) -> None:
+    sink.behave(status(code))
+    sent = message()
+    found = (await published(sink, sent)).refused[sent.id]
+    assert (found.permanent, found.retry_after) == (True, None)
+
+
+@pytest.mark.parametrize("code", [301, 302, 303, 307, 308])
+async def test_redirects_are_not_followed(sink: HttpSink, code: int) -> None:
+    sent = message()
+    async with HttpSink() as elsewhere:
+        sink.behave(redirect(elsewhere.url, code))
+        found = await published(sink, sent)
+        assert elsewhere.connections == 0
+    assert found.refused[sent.id].permanent
+    assert len(sink.requests) == 1
+
+
+@pytest.mark.parametrize(
+    "behaviour",
+    [
+        pytest.param(drip_body(0.5), id="a body that drips"),
+        pytest.param(wrong_length(1000), id="a body that is too short"),
+        pytest.param(endless(), id="a body without end"),
+        pytest.param(status(200, body=b"x" * 1_000_000), id="a large body"),
+        pytest.param(status(200, {"content-encoding": "gzip"}, b"no gzip"), id="a body that is no gzip"),
+    ],
+)
+async def test_the_status_counts_whatever_the_body_does(
+    sink: HttpSink, behaviour: Behaviour, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http, "BODY_WITHIN", 1.0)
+    sink.behave(behaviour)
+    sent = message()
+    found = await published(sink, sent)
+    assert (found.confirmed, found.refused) == ({sent.id}, {})
+    sink.behave(status(200))
+    assert (await published(sink, sent)).confirmed
+
+
+async def test_an_answer_that_goes_on_after_its_end_is_never_a_refusal(sink: HttpSink) -> None:
+    """Whether its status is seen depends on how it comes: sent, or in doubt."""
+    sink.behave(wrong_length(2))
+    sent = message()
+    found = await published(sink, sent)
+    assert found.confirmed <= {sent.id}
+    assert found.refused == {}
+
+
+async def test_an_error_holds_no_more_of_an_endless_answer_than_its_beginning(sink: HttpSink) -> None:
+    sink.behave(endless(500))
+    sent = message()
+    found = (await published(sink, sent)).refused[sent.id]
+    assert len(found.error) < 500
+
+
+async def test_interim_answers_are_passed_by(sink: HttpSink) -> None:
+    sink.behave(garbage(b"HTTP/1.1 102 Processing\r\n\r\nHTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"))
+    sent = message()
+    assert (await published(sink, sent)).confirmed == {sent.id}
+
+
+# No answer.
+
+SILENCES: dict[str, Behaviour] = {
+    "hangs": hang(),
+    "resets": reset(),
+    "closes": close(),
+    "drips": drip(1.0),
+    "no HTTP": garbage(),
+    "half a status": garbage(b"HTTP/1.1 20"),
+    "half a header": garbage(b"HTTP/1.1 200 OK\r\ncontent-len"),
+}
+
+
+@pytest.mark.parametrize("kind", SILENCES)
+async def test_silence_leaves_a_message_in_doubt(sink: HttpSink, kind: str) -> None:
+    sink.behave(SILENCES[kind])
+    found = await published(sink, message(), message(), within=1)
+    assert (found.confirmed, found.refused) == (frozenset(), {})
+    assert len(sink.requests) == 2
+
+
+@pytest.mark.parametrize("kind", SILENCES)
+async def test_silence_about_one_while_others_are_answered_counts_against_it(sink: HttpSink, kind: str) -> None:
+    sink.behave(by_type({"poison": SILENCES[kind]}))
+    poison, others = message("poison"), [message() for _ in range(5)]
+    found = await published(sink, poison, *others, within=SHORT)
+    assert found.confirmed == {other.id for other in others}
+    assert set(found.refused) == {poison.id}
+    assert not found.refused[poison.id].permanent
+    assert "answers others" in found.refused[poison.id].error
+
+
+async def test_answers_from_before_a_request_began_say_nothing_about_its_silence(sink: HttpSink) -> None:
+    async with opened(HttpTransport(sink.url, timeout=SHORT)) as transport:
+        assert (await transport.publish([message()])).confirmed
+        sink.behave(hang())
+        found = await transport.publish([message()])
+    assert (found.confirmed, found.refused) == (frozenset(), {})
+
+
+async def test_nobody_there_leaves_everything_in_doubt(sink: HttpSink) -> None:
+    async with opened(HttpTransport(sink.url, timeout=LONG)) as transport:
+        assert (await transport.publish([message()])).confirmed
+        await sink.stop()
+        found = await transport.publish([message(), message()])
+        assert (found.confirmed, found.refused) == (frozenset(), {})
+        await sink.start()
+        assert (await transport.publish([message()])).confirmed
+
+
+async def test_a_host_that_does_not_exist_leaves_everything_in_doubt() -> None:
+    class Nowhere(http.AbstractResolver):
+        async def resolve(self, host: str, port: int = 0, family: Any = 0) -> Any:
+            raise OSError(f"{host} is unknown")
+
+        async def close(self) -> None: ...
+
+    async with opened(HttpTransport("https://hooks.example.com/", resolver=Nowhere())) as transport:
+        found = await transport.publish([message()])
+    assert (found.confirmed, found.refused) == (frozenset(), {})
+
+
+# Time.
+
+
+async def test_what_cannot_be_answered_in_the_relays_time_is_not_begun(
+    sink: HttpSink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http, "BATCH_WITHIN", timedelta(seconds=SHORT + 2))
+    sink.behave(hang())
+    found = await published(sink, *(message() for _ in range(10)), within=SHORT, concurrency=2)
+    assert (found.confirmed, found.refused) == (frozenset(), {})
+    assert len(sink.requests) == 2
+
+
+async def test_no_more_requests_are_under_way_than_asked_for(sink: HttpSink) -> None:
+    sink.behave(hang(0.02))
+    async with opened(HttpTransport(sink.url, concurrency=3)) as transport:
+        found = await asyncio.gather(*(transport.publish([message() for _ in range(10)]) for _ in range(4)))
+    assert sum(len(each.confirmed) for each in found) == 40
+    assert sink.most_at_once == 3
+
+
+async def test_connections_are_used_again(sink: HttpSink) -> None:
+    async with opened(HttpTransport(sink.url, concurrency=4)) as transport:
+        for _ in range(5):
+            await transport.publish([message() for _ in range(40)])
+    assert len(sink.requests) == 200
+    assert sink.connections <= 8  # a stall may cost one or the other
+
+
+# What is sent.
+
+
+async def test_a_request_is_signed_anew_with_the_same_id(sink: HttpSink) -> None:
+    sink.behave(status(503), times=1)
+    secrets = Secrets(bytes(24), bytes(32))
+    sent = message()
+    async with opened(HttpTransport(sink.url, secrets=secrets)) as transport:
+        for _ in range(2):
+            await transport.publish([sent])
+    for request in sink.requests:
+        timestamp = int(request.headers["webhook-timestamp"])
+        assert verify(secrets, request.headers, request.body, timestamp) == sent.id
+    assert len({request.headers["webhook-id"] for request in sink.requests}) == 1
+
+
+async def test_without_a_secret_nothing_is_signed(sink: HttpSink) -> None:
+    await published(sink)
+    assert not [name for name in sink.requests[0].headers if name.startswith("webhook-")]
+
+
+async def test_settings_fill_in_what_was_not_given(sink: HttpSink) -> None:
+    defaults = Defaults(source="/from/settings", webhook_secrets=Secrets(bytes(24)))
+    for options, source, signed in (
+        ({}, "/from/settings", True),
+        ({"source": "/own", "secrets": ()}, "/own", False),
+    ):
+        transport = HttpTransport(sink.url, **options)  # type: ignore[arg-type]
+        transport.adopt(defaults)
+        async with opened(transport):
+            await transport.publish([message()])
+        assert sink.requests[-1].json["source"] == source
+        assert ("webhook-signature" in sink.requests[-1].headers) == signed
+
+
+async def test_user_password_and_headers_travel_and_the_path_stays(sink: HttpSink) -> None:
+    url = sink.url.replace("//", "//user:p%40ss@") + "/a%20b/c?token=x%2By#fragment"
+    async with opened(HttpTransport(url, headers={"X-Api-Key": "k"})) as transport:
+        await transport.publish([message()])
+    [request] = sink.requests
+    assert request.method == "POST"
+    assert request.path == "/a%20b/c?token=x%2By"
+    assert request.headers["authorization"] == "Basic dXNlcjpwQHNz"
+    assert request.headers["x-api-key"] == "k"
+    assert request.headers["user-agent"] == "transactional-outbox"
+    assert "cookie" not in request.headers
+
+
+async def test_cookies_are_not_kept(sink: HttpSink) -> None:
+    sink.behave(status(200, {"set-cookie": "session=1; Path=/"}))
+    async with opened(HttpTransport(sink.url)) as transport:
+        for _ in range(2):
+            await transport.publish([message()])
+    assert not [request for request in sink.requests if "cookie" in request.headers]
+
+
+async def test_no_proxy_is_taken_from_the_environment(sink: HttpSink, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with HttpSink() as proxy:
+        for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+            monkeypatch.setenv(name, proxy.url)
+        assert (await published(sink)).confirmed
+        assert proxy.connections == 0
+
+
+async def test_a_message_that_cannot_be_written_takes_no_other_with_it(
+    sink: HttpSink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken, fine = message(), message()
+
+    def write(each: Message, source: str) -> tuple[dict[str, str], bytes]:
+        if each is broken:
+            raise RuntimeError("no way")
+        return {}, each.body
+
+    transport = HttpTransport(sink.url)
+    monkeypatch.setattr(transport, "_write", write)
+    async with opened(transport):
+        found = await transport.publish([broken, fine])
+    assert found.confirmed == {fine.id}
+    assert "no way" in found.refused[broken.id].error
+
+
+# TLS.
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tls", numbered=True)
+    for parent in (folder, *folder.parents[:2]):
+        parent.chmod(0o755)  # whoever makes them may enter it
+    make_certificates(folder / "ours", host="localhost")
+    return folder / "ours"
+
+
+@pytest.fixture
+async def secure(certificates: Path) -> AsyncIterator[HttpSink]:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificates / "certificate.pem", certificates / "key.pem")
+    async with HttpSink(ssl_context=context) as sink:
+        yield sink
+
+
+async def test_a_certificate_has_to_be_trusted_and_for_that_host(secure: HttpSink, certificates: Path) -> None:
+    trusting = ssl.create_default_context(cafile=str(certificates / "ca.pem"))
+    by_name = secure.url.replace("127.0.0.1", "localhost")
+    sent = message()
+    for url, context, taken in (
+        (by_name, trusting, {sent.id}),
+        (by_name, None, set()),
+        (secure.url, trusting, set()),
+    ):
+        async with opened(HttpTransport(url, ssl_context=context)) as transport:
+            found = await transport.publish([sent])
+        assert (found.confirmed, found.refused) == (taken, {})
+    assert len(secure.requests) == 1
