@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import pytest
 
-from outbox import ConfigurationError, Message, Outbox, TransportMismatch, TransportUnavailable, listen
+from outbox import ConfigurationError, Message, Outbox, RetryPolicy, TransportMismatch, TransportUnavailable, listen
 from outbox.core.binding import Binding
 from outbox.core.events import Advised, CircuitOpened, Relayed
 from outbox.core.store import CircuitState
 from outbox.core.transport import Published
 from outbox.outbound import circuit
+from outbox.outbound.publishing import Publisher
 from outbox.testing import drain
 from tests.seeds.observing import PATIENCE, Recorder, eventually
 from tests.walk.commands import Command
@@ -57,6 +59,34 @@ async def test_every_destination_with_a_matching_key_gets_one_copy(make_outbox: 
         await eventually(lambda: len(audit.calls) and audit.bodies == [1, 2, 3])
         await empty(outbox)
     assert (orders.bodies, users.bodies) == ([1], [2])
+
+
+async def test_a_relay_binds_all_its_routes_when_it_starts(make_outbox: MakeOutbox) -> None:
+    one, other = Named("one"), Named("other")
+    outbox = make_outbox(routes={"#": one, "order.*": other, "user.*": other})
+    async with outbox.running(relay=True):
+        assert await outbox.bindings() == [Binding("one", "#"), Binding("other", "order.*"), Binding("other", "user.*")]
+
+
+async def test_the_relay_of_a_route_takes_what_was_routed_to_it_and_nothing_else(make_outbox: MakeOutbox) -> None:
+    outbox, sink = make_outbox(), Named("one")
+    publisher = Publisher(
+        outbox.store,
+        sink,
+        batch_size=10,
+        lease=timedelta(minutes=1),
+        retry_policy=RetryPolicy.sequence(()),
+        observe=Recorder(),
+        destination="one",
+    )
+    await outbox.store.bind([Binding("one", "order.*"), Binding("other", "#")])
+    await emit(outbox, "order.created", 1)
+    assert await publisher.round() == 0
+    await outbox.store.route(10, {})
+    await emit(outbox, "order.created", 2)
+    assert await publisher.round() == 1
+    assert sink.bodies == [1]
+    assert [stored.queue for stored in await outbox.messages()] == ["other", None]
 
 
 async def test_a_destination_that_is_away_delays_nobody_else(make_outbox: MakeOutbox) -> None:

@@ -122,8 +122,8 @@ class HttpTransport:
         for silence in batch.silences:
             if self._answered > silence.began:
                 batch.refused[silence.id] = Refusal(f"{self._place.host} answers others: {silence.error}")
-        silence = batch.silences[0].error if batch.silences else ""
-        return Published(frozenset(batch.confirmed), batch.refused, silence)
+        why = batch.silences[0].error if batch.silences else ""
+        return Published(frozenset(batch.confirmed), batch.refused, why)
 
     async def declare(self, listeners: Sequence[Listener]) -> None:
         _cannot_deliver()
