@@ -56,24 +56,26 @@ async def measure(database: Database, settings: Settings) -> Report:
 
 async def in_turns_through(driver: str, database: Database, settings: Settings) -> dict[str, list[float]]:
     engine = create_async_engine(database.url_for(driver))
-    ways = [await by_core(engine, driver), await by_emit(engine, driver)]
+    by_hand, by_outbox = (Outbox(db_engine=engine, table_name=f"by_{who}_{driver}") for who in ("hand", "outbox"))
+    ways = [await by_core(by_hand), await by_emit(by_outbox)]
     rates = await in_turns(ways, settings.rounds * TURNS, lambda way: commits(engine, way), lambda way: way.name)
+    await by_hand.close()
+    await by_outbox.close()
     await engine.dispose()
     return rates
 
 
-async def by_core(engine: AsyncEngine, driver: str) -> Way:
-    outbox = Outbox(db_engine=engine, table_name=f"by_hand_{driver}")
+async def by_core(outbox: Outbox) -> Way:
     await outbox.create_tables()
     statement = insert(outbox.tables.messages).values(due_at=func.now())
 
     async def write(session: AsyncSession, count: int) -> object:
-        return await session.execute(statement, by_hand(count))
+        return await session.execute(statement, row(count))
 
     return Way("by hand", write)
 
 
-def by_hand(count: int) -> dict[str, Any]:
+def row(count: int) -> dict[str, Any]:
     return {
         "message_id": str(uuid4()),
         "routing_key": "bench.order",
@@ -83,8 +85,7 @@ def by_hand(count: int) -> dict[str, Any]:
     }
 
 
-async def by_emit(engine: AsyncEngine, driver: str) -> Way:
-    outbox = Outbox(db_engine=engine, table_name=f"by_outbox_{driver}")
+async def by_emit(outbox: Outbox) -> Way:
     await outbox.create_tables()
 
     async def write(session: AsyncSession, count: int) -> object:

@@ -43,7 +43,8 @@ environment. An argument comes before a variable, a variable before the default.
 - Several names for one option are all accepted. Two of them with different values are refused.
 - Durations are a number of seconds or a `timedelta`. In a variable they may have units: `500ms`, `90s`, `1h30m`, `7d`.
 - `{prefix}RETRY_DELAYS` and `{prefix}RELAY_RETRY_DELAYS` are durations with commas between them: `1,10,1m,5m`.
-- `transport` takes one kind of URL: `memory://`, queues in this process, for tests.
+- `transport` takes URLs: `amqp://…` and `amqps://…` for RabbitMQ, `https://…`, and `memory://`, queues in this process,
+  for tests.
 - `{prefix}UNROUTABLE` is a JSON object: `{{"audit.#": "discard"}}`.
 - So is `{prefix}ROUTES`, of URLs: `{{"order.*": "https://billing.example/hook"}}`. See [routes](learn/routes.md).
 

@@ -89,9 +89,10 @@ def hang(seconds: float | None = None) -> Behaviour:
 
     async def behave(request: Request, connection: Connection) -> bool:
         await connection.pause(seconds)
-        if seconds is not None:
-            await connection.send(answer(200))
-        return False
+        if seconds is None:
+            return False
+        await connection.send(answer(200))
+        return True
 
     return behave
 
@@ -110,6 +111,16 @@ def close() -> Behaviour:
     """The connection is closed without a word."""
 
     async def behave(request: Request, connection: Connection) -> bool:
+        return False
+
+    return behave
+
+
+def last_words(code: int = 200) -> Behaviour:
+    """An ordinary answer, after which the connection is closed although the client could use it again."""
+
+    async def behave(request: Request, connection: Connection) -> bool:
+        await connection.send(answer(code))
         return False
 
     return behave

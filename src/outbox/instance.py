@@ -30,7 +30,7 @@ from outbox.inbound.calling import SESSION_TIME_LIMIT, Call
 from outbox.inbound.conflicts import Conflicts
 from outbox.inbound.failing import Failing
 from outbox.inbound.handling import Handling
-from outbox.inbound.inbox import Inbox
+from outbox.inbound.inbox import Inbox, Memory
 from outbox.inbound.receiving import Receiver, Unwanted
 from outbox.inbound.storing import Sources, Storing, as_storage, stored_first
 from outbox.inbound.strategies import Isolation
@@ -157,7 +157,12 @@ class Outbox:
 
     @cached_property
     def _receiver(self) -> Receiver:
-        return Receiver(self._store_for, max_body_size=self.settings.max_body_size, observe=self._observe)
+        settings = self.settings
+        return Receiver(self._store_for, self._memory, max_body_size=settings.max_body_size, observe=self._observe)
+
+    @property
+    def _memory(self) -> Memory:
+        return Memory(self.settings.inbox_retention)
 
     # Emitting.
 
@@ -429,7 +434,7 @@ class Outbox:
         for listener in _to_store(transport, listeners):
             each = Storing(
                 self.store,
-                Inbox(self.store, settings.inbox_retention),
+                self._memory,
                 listener.queue,
                 batch_size=settings.batch_size,
                 redact_error=settings.redact_error or str,
@@ -457,7 +462,7 @@ class Outbox:
         sessions = self.engines.sessions(self.store, listener) if has_database else None
         takes_lists = listener.batch is not None
         kind_of_inbox = BatchInbox if takes_lists else Inbox
-        inbox = kind_of_inbox(self.store, settings.inbox_retention) if has_database else None
+        inbox = kind_of_inbox(self.store, self._memory) if has_database else None
         conflicts = Conflicts(self.store, listener.queue, self._observe) if has_database else None
         transport = self.transport
         queue_name = transport.queue_name(listener.queue) if isinstance(transport, Naming) else None

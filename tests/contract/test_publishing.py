@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -38,26 +39,32 @@ class HttpDestination:
         await self._sink.until(1)
 
 
-class HttpContract(PublishingContract):
-    options: dict[str, Any] = {}  # noqa: RUF012 - never changed
+@asynccontextmanager
+async def listening(**options: Any) -> AsyncIterator[HttpDestination]:
+    async with HttpSink() as sink:
+        yield HttpDestination(sink, options)
+        assert sink.most_at_once <= 8
 
+
+class TestHttpTransport(PublishingContract):
     @pytest.fixture
     async def destination(self) -> AsyncIterator[HttpDestination]:
-        async with HttpSink() as sink:
-            yield HttpDestination(sink, self.options)
-            assert sink.most_at_once <= 8
+        async with listening() as destination:
+            yield destination
 
 
-class TestHttpTransport(HttpContract):
-    pass
+class TestSignedHttpTransport(PublishingContract):
+    @pytest.fixture
+    async def destination(self) -> AsyncIterator[HttpDestination]:
+        async with listening(secrets=Secrets(bytes(32))) as destination:
+            yield destination
 
 
-class TestSignedHttpTransport(HttpContract):
-    options = {"secrets": Secrets(bytes(32))}  # noqa: RUF012
-
-
-class TestBinaryHttpTransport(HttpContract):
-    options = {"mode": "binary"}  # noqa: RUF012
+class TestBinaryHttpTransport(PublishingContract):
+    @pytest.fixture
+    async def destination(self) -> AsyncIterator[HttpDestination]:
+        async with listening(mode="binary") as destination:
+            yield destination
 
 
 class FunctionDestination:

@@ -15,6 +15,7 @@ PAGE = Page(ROOT / "docs/guarantees.md")
 CONTRACTS = {
     "StoreContract": sorted((ROOT / "src/outbox/testing/store").glob("*.py")),
     "TransportContract": [ROOT / "src/outbox/testing/transport_contract.py"],
+    "PublishingContract": [ROOT / "src/outbox/testing/publishing_contract.py"],
 }
 
 

@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from sqlalchemy import create_engine
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from outbox import IMMEDIATELY, NEVER, ConfigurationError, Message, Outbox, OutboxError, RetryPolicy
+from outbox.core.webhooks import Secrets
 from outbox.settings import PREFIX, Settings
 from outbox.transports.memory import MemoryTransport
 
@@ -73,6 +75,8 @@ def test_every_option_but_objects_can_be_given_in_the_environment(option: Any) -
         ("exchange_name", "outbox"),
         ("queue_prefix", ""),
         ("rabbitmq_management_url", ""),
+        ("source", None),
+        ("webhook_secrets", None),
         ("poll_interval", timedelta(seconds=1)),
         ("lease", timedelta(seconds=60)),
         ("grace", timedelta(seconds=30)),
@@ -168,6 +172,7 @@ def test_retry_delays_may_be_a_sequence_a_policy_or_a_function() -> None:
         ("exchange_name", "shop", "shop"),
         ("queue_prefix", "eu.", "eu."),
         ("rabbitmq_management_url", "http://rabbit:15672", "http://rabbit:15672"),
+        ("source", "https://shop.example/orders", "https://shop.example/orders"),
         ("poll_interval", "250ms", timedelta(milliseconds=250)),
         ("batch_size", "50", 50),
         ("prefetch_count", " 7 ", 7),
@@ -233,11 +238,74 @@ def test_objects_are_not_read_from_text() -> None:
         ("OUTBOX_UNROUTABLE", "[]"),
         ("OUTBOX_UNROUTABLE", "[" * 100_000),
         ("OUTBOX_MAX_BODY_SIZE", "1 MiB"),
+        ("OUTBOX_WEBHOOK_SECRETS", CANARY),
+        ("OUTBOX_WEBHOOK_SECRETS", f"whsec_{CANARY}"),
+        ("OUTBOX_WEBHOOK_SECRETS", ","),
+        ("OUTBOX_WEBHOOK_SECRETS_FILE", "/nowhere"),
+        ("OUTBOX_WEBHOOK_SECRETS_FILE", "/"),
     ],
 )
 def test_a_bad_variable_is_refused_by_its_name(name: str, text: str) -> None:
-    with pytest.raises(ConfigurationError, match=name):
+    with pytest.raises(ConfigurationError, match=name) as raised:
         read(**{name: text})
+    assert CANARY not in "".join(traceback.format_exception(raised.value))
+
+
+ONE, OTHER = "whsec_" + "A" * 32, "whsec_" + "B" * 32
+
+
+def signatures(settings: Settings) -> list[str]:
+    secrets: Secrets = settings.webhook_secrets
+    return secrets.signatures(b"")
+
+
+@pytest.mark.parametrize("text", [f"{ONE},{OTHER}", f" {ONE} , {OTHER} ", f"{ONE}\n{OTHER}\n", f"{ONE},\n{OTHER},"])
+def test_webhook_secrets_are_read_from_a_variable_or_a_file(text: str, tmp_path: Path) -> None:
+    expected = Secrets(ONE, OTHER).signatures(b"")
+    file = tmp_path / "secrets"
+    file.write_text(text)
+    assert signatures(read(OUTBOX_WEBHOOK_SECRETS=text)) == expected
+    assert signatures(read(OUTBOX_WEBHOOK_SECRETS_FILE=str(file))) == expected
+    assert signatures(given(webhook_secrets=[ONE, OTHER])) == expected
+    with pytest.raises(ConfigurationError, match="OUTBOX_WEBHOOK_SECRETS and OUTBOX_WEBHOOK_SECRETS_FILE"):
+        read(OUTBOX_WEBHOOK_SECRETS=ONE, OUTBOX_WEBHOOK_SECRETS_FILE=str(file))
+
+
+def test_webhook_secrets_in_code_win_over_a_file() -> None:
+    settings = Settings.of({"webhook_secrets": ONE}, {"OUTBOX_WEBHOOK_SECRETS_FILE": "/nowhere"})
+    assert signatures(settings) == Secrets(ONE).signatures(b"")
+
+
+def test_webhook_secrets_are_never_shown() -> None:
+    settings = given(webhook_secrets=ONE)
+    for shown in (repr(settings), str(settings), repr(vars(settings))):
+        assert "AAAA" not in shown
+
+
+@pytest.mark.parametrize("source", ["", " \n", 7, "x" * 256, "a\r\nb"])
+def test_a_source_is_a_short_printable_text(source: Any) -> None:
+    with pytest.raises(ConfigurationError, match="source"):
+        given(source=source)
+
+
+@pytest.mark.parametrize(
+    ("options", "service"),
+    [
+        ({"db_engine_url": "postgresql+asyncpg://u:p@host/orders"}, "/orders/outbox_table"),
+        ({"db_engine_url": "postgresql://host/orders", "schema": "shop", "table_name": "t"}, "/orders/shop.t"),
+        ({"db_engine_url": "sqlite+aiosqlite:////var/lib/shop/orders.db"}, "/orders.db/outbox_table"),
+        ({"db_engine_url": "sqlite://"}, "/memory/outbox_table"),
+        ({"db_engine_url": "postgresql://host/my%20orders"}, "/my%20orders/outbox_table"),
+        ({}, "/memory/outbox_table"),
+    ],
+)
+def test_who_says_it_is_derived_from_what_all_processes_share(options: dict[str, str], service: str) -> None:
+    assert given(**options).service == service
+    assert given(**options).source is None
+
+
+def test_an_engine_names_the_service_as_its_url_does() -> None:
+    assert given(db_engine=create_engine("sqlite:///orders.db")).service == "/orders.db/outbox_table"
 
 
 def test_a_process_configured_by_its_environment_needs_no_setup() -> None:

@@ -205,7 +205,7 @@ def test_the_tolerance_can_be_chosen() -> None:
         b"short",
         b"x" * 65,
         None,
-        12,
+        987654321,
         ["whsec_"],
     ],
 )

@@ -431,7 +431,7 @@ async def test_the_sql_of_the_tables_runs_as_it_stands(command: Command, table_n
         if engine.dialect.name == "postgresql":
             options = await connection.scalar(text(f"SELECT reloptions FROM pg_class WHERE relname = '{table_name}'"))
             assert options is not None
-            assert {"fillfactor=70", "autovacuum_vacuum_cost_delay=0"} <= set(options)
+            assert {"fillfactor=45", "autovacuum_vacuum_cost_delay=0"} <= set(options)
     await engine.dispose()
     outbox = Outbox(db_engine_url=database_url, table_name=table_name)
     async with outbox.transaction() as session:
@@ -448,7 +448,7 @@ async def test_the_sql_of_the_tables_is_the_same_each_time_and_needs_no_database
     assert (first.code, first.stderr) == (0, "")
     assert first.stdout == second.stdout
     assert "CREATE TABLE shop.shop_outbox (" in first.stdout
-    assert first.stdout.count(" USING heap WITH (fillfactor = 70") == 3
+    assert first.stdout.count(" USING heap WITH (fillfactor = 45, ") == 1
     in_sqlite = await command.run("tables", "sql", "--dialect", "sqlite")
     assert "fillfactor" not in in_sqlite.stdout and "AUTOINCREMENT" in in_sqlite.stdout
 

@@ -146,7 +146,7 @@ async def test_a_batch_is_claimed_in_one_round_trip_and_settled_in_one(meter: Me
     await meter.emit()
     await meter.routed()
     claim = meter.outbox.store.claim(MANY, lease=LEASE, destination="q")
-    assert await meter.cost(claim.__aenter__) == Cost(statements=1, round_trips=1)
+    assert (await meter.cost(claim.__aenter__)).round_trips == 1
     assert len(claim.attempts) == MANY  # type: ignore[attr-defined]
     outcomes = {attempt.id: outcome for attempt in claim.attempts}  # type: ignore[attr-defined]
     cost = await meter.cost(lambda: claim.settle(outcomes))  # type: ignore[attr-defined]

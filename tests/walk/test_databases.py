@@ -102,7 +102,7 @@ async def test_postgresql_tables_are_tuned_for_a_queues_life(
         options = await connection.scalar(
             text("SELECT reloptions FROM pg_class WHERE oid = CAST(:name AS regclass)"), {"name": table_name}
         )
-    assert "fillfactor=70" in options
+    assert "fillfactor=45" in options
     assert any(option.startswith("autovacuum_vacuum_scale_factor=") for option in options)
 
 

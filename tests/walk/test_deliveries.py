@@ -15,7 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from outbox import NEVER, LeaseLost, Listener, Outbox, listen
 from outbox.core.attempt import Done
-from outbox.inbound.inbox import Inbox
+from outbox.inbound.inbox import Inbox, Memory
 from outbox.transports.database import DatabaseDelivery, DatabaseTransport
 from tests.walk.test_worker import PATIENCE, emit
 
@@ -45,7 +45,7 @@ async def consuming(outbox: Outbox) -> AsyncIterator[DatabaseTransport]:
 
 
 def handle(connection: Any, outbox: Outbox, delivery: DatabaseDelivery) -> None:
-    with Inbox(outbox.store, NEVER).entered(connection, "q", delivery):
+    with Inbox(outbox.store, Memory(NEVER)).entered(connection, "q", delivery):
         pass
 
 

@@ -27,6 +27,7 @@ from tests.http_sink import (
     endless,
     garbage,
     hang,
+    last_words,
     redirect,
     reset,
     status,
@@ -157,6 +158,7 @@ SILENCES: dict[str, Behaviour] = {
     "no HTTP": garbage(),
     "half a status": garbage(b"HTTP/1.1 20"),
     "half a header": garbage(b"HTTP/1.1 200 OK\r\ncontent-len"),
+    "endless headers": garbage(b"HTTP/1.1 200 OK\r\nx: " + b"y" * 1_000_000),
 }
 
 
@@ -177,6 +179,16 @@ async def test_silence_about_one_while_others_are_answered_counts_against_it(sin
     assert set(found.refused) == {poison.id}
     assert not found.refused[poison.id].permanent
     assert "answers others" in found.refused[poison.id].error
+
+
+@pytest.mark.parametrize("kind", SILENCES)
+async def test_no_error_shows_what_may_be_secret_in_a_url(sink: HttpSink, kind: str) -> None:
+    sink.behave(by_type({"poison": SILENCES[kind], "refused": status(500)}))
+    url = f"{sink.url.replace('//', '//user:c4n4ry@')}/c4n4ry?token=c4n4ry"
+    async with opened(HttpTransport(url, timeout=SHORT)) as transport:
+        found = await transport.publish([message("poison"), message("refused"), message()])
+    assert len(found.refused) == 2
+    assert "c4n4ry" not in repr(found)
 
 
 async def test_answers_from_before_a_request_began_say_nothing_about_its_silence(sink: HttpSink) -> None:
@@ -230,12 +242,48 @@ async def test_no_more_requests_are_under_way_than_asked_for(sink: HttpSink) -> 
     assert sink.most_at_once == 3
 
 
+async def test_a_slow_destination_answers_every_batch_a_little(sink: HttpSink, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch that got no answer at all would be taken for an outage."""
+    monkeypatch.setattr(http, "BATCH_WITHIN", timedelta(seconds=LONG + 3))
+    sink.behave(hang(0.3))
+    async with opened(HttpTransport(sink.url, concurrency=2, timeout=LONG)) as transport:
+        found = await asyncio.gather(*(transport.publish([message() for _ in range(20)]) for _ in range(4)))
+    assert all(each.confirmed for each in found)
+    assert sum(len(each.confirmed) for each in found) < 80
+
+
 async def test_connections_are_used_again(sink: HttpSink) -> None:
     async with opened(HttpTransport(sink.url, concurrency=4)) as transport:
         for _ in range(5):
             await transport.publish([message() for _ in range(40)])
     assert len(sink.requests) == 200
     assert sink.connections <= 8  # a stall may cost one or the other
+
+
+async def test_a_connection_that_is_closed_under_a_request_costs_nothing(
+    sink: HttpSink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AT_ONCE", "KEEP_ALIVE"):
+        monkeypatch.setattr(http, name, 60.0)
+    sink.behave(last_words())
+    sent = [message() for _ in range(50)]
+    async with opened(HttpTransport(sink.url, concurrency=1)) as transport:
+        found = await transport.publish(sent)
+    assert (len(found.confirmed), found.refused) == (50, {})
+    assert sink.ids == [each.id for each in sent]
+
+
+async def test_a_server_that_closes_every_connection_is_asked_twice_and_no_more(
+    sink: HttpSink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AT_ONCE", "KEEP_ALIVE"):
+        monkeypatch.setattr(http, name, 60.0)
+    async with opened(HttpTransport(sink.url)) as transport:
+        assert (await transport.publish([message()])).confirmed
+        sink.behave(close())
+        found = await transport.publish([message()])
+    assert (found.confirmed, found.refused) == (frozenset(), {})
+    assert len(sink.requests) == 3
 
 
 # What is sent.

@@ -8,10 +8,10 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from sqlalchemy import Executable, make_url, text
+from sqlalchemy import Connection, Engine, Executable, event, make_url, text
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
-from outbox import Outbox
+from outbox import Message, Outbox
 from outbox.core.attempt import Done
 from outbox.core.binding import Binding
 from outbox.core.store import Routing, Wanted
@@ -19,6 +19,7 @@ from outbox.stores import notify
 from outbox.stores.line import Line
 from outbox.stores.notify import Notifier
 from outbox.stores.postgresql import PostgresqlStore
+from outbox.stores.rows import placed_row
 from tests.walk.cutting import connections_taken
 from tests.walk.test_worker import PATIENCE
 
@@ -131,6 +132,34 @@ async def test_a_line_that_somebody_gave_up_is_ended(straight: Straight) -> None
     await straight.emit()
     await straight.line(other_than=line)
     assert await straight.handled() == 1
+
+
+async def test_while_nothing_happens_only_the_line_is_asked(straight: Straight) -> None:
+    """And what nobody was told of is found all the same."""
+    await straight.line()
+    store = straight.store
+    statements: list[str] = []
+
+    def count(connection: Connection, _: object, statement: str, *__: object) -> None:
+        statements.append(statement)
+
+    async def claimed() -> int:
+        async with store.claim(10, lease=LEASE, destination="q") as claim:
+            assert not await claim.settle({attempt.id: Done() for attempt in claim.attempts})
+            return len(claim.attempts)
+
+    assert await claimed() == 0
+    event.listen(Engine, "before_cursor_execute", count)
+    try:
+        for _ in range(3):
+            await store.wait(0.25, destination="q")
+            assert await claimed() == 0
+        assert statements == []
+    finally:
+        event.remove(Engine, "before_cursor_execute", count)
+    silent = Message(routing_key="order.created", body=b"1")
+    await store.transact(lambda connection: store.place(connection, [placed_row("q", silent)]))
+    assert await claimed() == 1
 
 
 async def test_a_line_that_comes_too_late_is_closed(straight: Straight, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -111,6 +112,21 @@ async def test_a_message_that_no_listener_wants_is_a_dead_letter_that_says_so(
     async with outbox.running(listeners=[listener]):
         await outbox.dead_letters.replay([letter.id])
         assert await arrival(arrivals) == (1, "evt_1")
+
+
+async def test_a_message_that_is_older_than_the_inbox_is_a_dead_letter_until_it_is_replayed(
+    outbox: Outbox, listener: Listener, arrivals: Arrivals, recorder: Recorder
+) -> None:
+    old = payment("evt_old", created_at=datetime.now(UTC) - timedelta(days=31))
+    async with outbox.running(listeners=[listener]):
+        assert await outbox.receive("payments", old)
+        assert not await outbox.receive("payments", old)
+        assert [each.expired for each in recorder.of(Received)] == [1, 0]
+        [letter] = await outbox.dead_letters.list()
+        assert (letter.queue, letter.reason, letter.message) == ("payments", Reason.EXPIRED, old)
+        assert "inbox_retention=30d" in letter.error
+        assert await outbox.dead_letters.replay([letter.id]) == 1
+        assert await arrival(arrivals) == (1, "evt_old")
 
 
 async def test_a_message_that_no_listener_wants_can_wait_for_one(

@@ -241,10 +241,10 @@ CHANGES = [
         "_inbox: the index {t}_inbox_entered is hash on entered_at instead of on entered_at",
         False,
     ),
-    ("ALTER TABLE {t} RESET (fillfactor)", ": fillfactor is not set instead of 70", False),
+    ("ALTER TABLE {t} RESET (fillfactor)", ": fillfactor is not set instead of 45", False),
     (
-        "ALTER TABLE {t}_inbox SET (autovacuum_vacuum_threshold = 50, fillfactor = 90)",
-        "_inbox: fillfactor is 90 instead of 70, autovacuum_vacuum_threshold is 50 instead of 1000",
+        "ALTER TABLE {t} SET (autovacuum_vacuum_threshold = 50, fillfactor = 70)",
+        ": fillfactor is 70 instead of 45, autovacuum_vacuum_threshold is 50 instead of 1000",
         False,
     ),
     ("ALTER TABLE {t} SET (autovacuum_enabled = off)", ": autovacuum is switched off for the table", False),

@@ -24,11 +24,13 @@ def redacted(text: str) -> str:
 
 
 def _known() -> set[str]:
-    """The passwords in the URLs that the environment holds, as written and as meant."""
+    """The secrets that the environment holds, and the passwords in its URLs, as written and as meant."""
     found: set[str] = set()
     for name, value in os.environ.items():
         if name.startswith(PREFIX) and "://" in value:
             found.update(_of(value))
+        elif name.startswith(PREFIX) and name.endswith("SECRETS"):
+            found.update(re.split(r"[\s,]+", value))
     # A very short one would turn ordinary words into stars and so tell where it stands.
     return {secret for secret in found if len(secret) > 3}
 

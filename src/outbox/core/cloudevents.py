@@ -17,6 +17,8 @@ from functools import lru_cache
 from typing import Any, Final
 from urllib.parse import quote, unquote, unquote_to_bytes
 
+from pydantic_core import from_json
+
 from outbox.core.errors import CloudEventInvalid, CloudEventUnsupported, named
 from outbox.core.message import BYTES, JSON, Message
 
@@ -126,8 +128,8 @@ def _media_type(content_type: str) -> str:
 
 def _is_strict(body: bytes) -> bool:
     try:
-        json.loads(body.decode(), parse_constant=_refuse)
-    except (ValueError, RecursionError):
+        from_json(body, allow_inf_nan=False)
+    except ValueError:
         return False
     return True
 

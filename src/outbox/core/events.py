@@ -50,6 +50,7 @@ class Received:
     stored: int
     duplicates: int = 0  # they had been stored or handled before
     unwanted: int = 0  # no listener has the queue: they are dead letters
+    expired: int = 0  # they are older than the inbox: dead letters as well
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -13,7 +13,7 @@ from uuid import UUID
 from sqlalchemy import URL, Connection, Engine, Executable
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from outbox.core.attempt import Attempt, Outcome
+from outbox.core.attempt import Attempt, Outcome, Reason
 from outbox.core.binding import Binding
 from outbox.core.dead_letter import DeadLetters
 from outbox.core.diagnosis import Claimable, Examination
@@ -115,7 +115,7 @@ class Reception:
     enter: Statement  # none: it was there before, and nothing more is to be written
     place: Statement  # in its queue
     place_if_bound: Statement  # none: nothing is bound to the queue
-    bury: Statement  # among the dead letters, because nothing is
+    bury: Callable[[Reason, str], Statement]  # among the dead letters, because of this
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,29 +45,34 @@ def committing() -> Iterator[None]:
         raise CommitUnknown("the connection was lost around COMMIT") from error
 
 
+class Memory:
+    """For how long entries are kept, and whose may be gone."""
+
+    def __init__(self, retention: Retention) -> None:
+        self._retention = retention if isinstance(retention, timedelta) else None
+
+    def refusal(self, message: Message) -> TooOld | None:
+        """Why nobody can tell whether a message is new, if the entry of an earlier copy may be gone already."""
+        if self._retention is None or (message.due_at or message.created_at) >= datetime.now(UTC) - self._retention:
+            return None
+        return TooOld(
+            f"it is older than inbox_retention={in_words(self._retention)}: nobody knows whether it was handled; "
+            "replay it if it was not"
+        )
+
+
 class Inbox:
     """Ties a delivery's end to the listener's transaction."""
 
-    def __init__(self, store: Store, retention: Retention) -> None:
+    def __init__(self, store: Store, memory: Memory) -> None:
         self._store = store
-        self._retention = retention if isinstance(retention, timedelta) else None
-
-    def is_too_old(self, message: Message) -> bool:
-        """Whether the entry of an earlier copy may be gone already."""
-        if self._retention is None:
-            return False
-        return (message.due_at or message.created_at) < datetime.now(UTC) - self._retention
-
-    def too_old(self) -> TooOld:
-        age = "" if self._retention is None else in_words(self._retention)
-        return TooOld(
-            f"it is older than inbox_retention={age}: nobody knows whether it was handled; replay it if it was not"
-        )
+        self._memory = memory
 
     def refusal(self, message: Message) -> TooOld | Undecodable | None:
         """Why there can be no entry for a message, if there cannot."""
-        if self.is_too_old(message):
-            return self.too_old()
+        too_old = self._memory.refusal(message)
+        if too_old is not None:
+            return too_old
         try:
             check_message_ids(message)
         except MessageIdInvalid as error:

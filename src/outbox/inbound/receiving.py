@@ -7,11 +7,15 @@ from typing import Literal, Protocol, get_args
 
 from sqlalchemy import Dialect, Executable
 
+from outbox.core.attempt import Reason
 from outbox.core.binding import check_name
 from outbox.core.errors import ConfigurationError, MessageError, TransactionError
 from outbox.core.events import Observer, Received
 from outbox.core.message import Message, check, check_message_ids
 from outbox.core.store import Rows, Store
+from outbox.inbound.inbox import Memory
+
+_UNWANTED = "no listener of a worker that takes messages from the database has the queue {queue!r}"
 
 Unwanted = Literal["dead", "wait"]  # what becomes of a message whose queue no listener has
 
@@ -32,8 +36,11 @@ class Transaction(Protocol):
 class Receiver:
     """Enters a message in the inbox, and if it is new there, stores it in its queue."""
 
-    def __init__(self, store_for: Callable[[str], Store], *, max_body_size: int, observe: Observer) -> None:
+    def __init__(
+        self, store_for: Callable[[str], Store], memory: Memory, *, max_body_size: int, observe: Observer
+    ) -> None:
         self._store_for = store_for
+        self._memory = memory
         self._max_body_size = max_body_size
         self._observe = observe
 
@@ -59,8 +66,12 @@ class Receiver:
             return False
         placing = reception.place if unwanted == "wait" else reception.place_if_bound
         received = Received(queue, 1)
-        if not transaction.write(store, *placing):
-            transaction.write(store, *reception.bury)
+        too_old = self._memory.refusal(message)
+        if too_old is not None:
+            transaction.write(store, *reception.bury(Reason.EXPIRED, str(too_old)))
+            received = Received(queue, 0, expired=1)
+        elif not transaction.write(store, *placing):
+            transaction.write(store, *reception.bury(Reason.UNWANTED, _UNWANTED.format(queue=queue)))
             received = Received(queue, 0, unwanted=1)
         transaction.after_commit(lambda: self._stored(store, received))
         return True

@@ -15,7 +15,7 @@ from outbox.core.listener import Listener
 from outbox.core.pace import Pace
 from outbox.core.store import Receipt, Store
 from outbox.core.transport import Delivery, Transport
-from outbox.inbound.inbox import Inbox
+from outbox.inbound.inbox import Memory
 
 AGAIN = 0.1, 5.0  # seconds between two tries to store, doubling: the broker keeps what is not acknowledged
 NEVER_CONDEMNED = 2**31 - 1  # crashes: storing runs no listener, so a message cannot have caused one
@@ -27,7 +27,7 @@ class Storing:
     def __init__(
         self,
         store: Store,
-        inbox: Inbox,
+        memory: Memory,
         queue: str,
         *,
         batch_size: int,
@@ -35,7 +35,7 @@ class Storing:
         observe: Observer,
     ) -> None:
         self._store = store
-        self._inbox = inbox
+        self._memory = memory
         self._queue = queue
         self._batch_size = batch_size
         self._redact_error = redact_error
@@ -45,8 +45,9 @@ class Storing:
 
     async def handle(self, delivery: Delivery, refusal: Exception | None = None) -> None:
         """Ends when the delivery is stored and settled. Whoever gives up on it gives it back unstored."""
-        if self._inbox.is_too_old(delivery.attempt.message):
-            self._bury(delivery, Dead(Reason.EXPIRED, str(self._inbox.too_old())))
+        too_old = self._memory.refusal(delivery.attempt.message)
+        if too_old is not None:
+            self._bury(delivery, Dead(Reason.EXPIRED, str(too_old)))
             return
         stored: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((delivery, stored))

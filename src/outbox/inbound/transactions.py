@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import Connection, StaticPool
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
+from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
 from outbox.inbound.inbox import NotStarted, committing
@@ -33,26 +33,44 @@ async def transact(
 ) -> None:
     """Run the body inside `around`, which speaks to the plain connection; returning means committed."""
     own_end = OwnEnd(session.sync_session)
+    is_closed = False
     try:
-        connection = await _connected(session, terms)
-        async with asyncio.timeout(terms.seconds) as limit:
-            # `around` speaks to a plain connection, and its two halves stand around the body's await.
-            entering = around(connection.sync_connection)  # type: ignore[arg-type]
-            await connection.run_sync(lambda _: entering.__enter__())
+        async with asyncio.timeout(None) as limit:
+            entered = await session.run_sync(_begin, around, terms, limit)
             await body(session)
             own_end.allow()
-            await session.flush()
-            await connection.run_sync(lambda _: entering.__exit__(None, None, None))
-        if limit.expired():
-            raise TimeoutError("its time was over, and it did not heed its cancellation")
-        with committing():
-            await session.commit()
+            await session.run_sync(_end, entered, limit)
+            is_closed = True
     except (asyncio.CancelledError, TimeoutError):
         await asyncio.shield(_cut(session))
         raise
     finally:
         own_end.end()
-        await asyncio.shield(session.close())
+        if not is_closed:
+            await asyncio.shield(session.close())
+
+
+# Each of these two is many calls to the database in one change over to plain code, which costs as much as one of them.
+
+
+def _begin(session: Session, around: Around, terms: Terms, limit: asyncio.Timeout) -> AbstractContextManager[None]:
+    connection = _connected(session, terms)
+    if terms.seconds is not None:  # the clock starts when there is a connection: no listener can help waiting for one
+        limit.reschedule(asyncio.get_running_loop().time() + terms.seconds)
+    entering = around(connection)
+    entering.__enter__()
+    return entering
+
+
+def _end(session: Session, entered: AbstractContextManager[None], limit: asyncio.Timeout) -> None:
+    session.flush()
+    entered.__exit__(None, None, None)
+    if limit.expired():
+        raise TimeoutError("its time was over, and it did not heed its cancellation")
+    limit.reschedule(None)  # a COMMIT that is cut may have happened
+    with committing():
+        session.commit()
+    session.close()
 
 
 def transact_in_thread(
@@ -65,10 +83,7 @@ def transact_in_thread(
     """The same for a plain session; its clock, too, starts when there is a connection."""
     with session:
         own_end = OwnEnd(session)
-        try:
-            connection = session.connection(execution_options=terms.options)
-        except Exception as error:
-            raise NotStarted(f"no connection for {terms.queue}") from error
+        connection = _connected(session, terms)
         fence.started()
         with around(connection):
             body(session)
@@ -79,10 +94,9 @@ def transact_in_thread(
             session.commit()
 
 
-async def _connected(session: AsyncSession, terms: Terms) -> AsyncConnection:
-    """The clock starts when there is a connection: waiting for one is not the listener's doing."""
+def _connected(session: Session, terms: Terms) -> Connection:
     try:
-        return await session.connection(execution_options=terms.options)
+        return session.connection(execution_options=terms.options)
     except Exception as error:
         raise NotStarted(f"no connection for {terms.queue}") from error
 

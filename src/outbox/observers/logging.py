@@ -53,9 +53,11 @@ class LoggingObserver:
                     routing_key,
                     count,
                 )
-            case Received(queue, stored, duplicates, unwanted):
+            case Received(queue, stored, duplicates, unwanted, expired):
                 if unwanted:
                     logger.warning("%d message(s) received for %s are dead: no listener has it", unwanted, queue)
+                elif expired:
+                    logger.warning("%d message(s) received for %s are dead: older than its inbox", expired, queue)
                 else:
                     logger.debug("stored %d message(s) in %s, %d were there before", stored, queue, duplicates)
             case CircuitOpened(destination, error, pause):

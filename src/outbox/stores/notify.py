@@ -90,11 +90,14 @@ class Notifier:
             with suppress(Exception):  # a wake-up is a hint, and drivers throw what they like
                 await self._store.apply(lambda connection: self._say_asleep(connection, nap))
 
+    @property
+    def has_line(self) -> bool:
+        return self._line is not None and self._line.is_free
+
     async def ask(self, statement: Executable, parameters: Mapping[str, Any]) -> Sequence[Sequence[Any]]:
         """The rows of a statement that stands alone, by the shortest way there is."""
-        line = self._line
-        if line is not None and line.is_free:
-            return await line.ask(statement, parameters)
+        if self._line is not None and self._line.is_free:
+            return await self._line.ask(statement, parameters)
         return await self._store.apply(lambda connection: connection.execute(statement, parameters).all())
 
     async def close(self) -> None:

@@ -59,7 +59,7 @@ from outbox.stores.pooling import explained, unprepared
 from outbox.stores.postgresql_check import PostgresqlCheck
 from outbox.stores.sql import WORK_WITHIN, SqlStore
 from outbox.stores.straight import fetched
-from outbox.stores.tables import MESSAGE_COLUMNS, Tables
+from outbox.stores.tables import MESSAGE_COLUMNS, NOT_ROUTED, Tables
 
 Result = TypeVar("Result")
 Found = TypeVar("Found", bound=Sequence[Any])
@@ -92,6 +92,7 @@ class PostgresqlStore(SqlStore):
         self._prepared: WeakSet[Pool] = WeakSet()
         self._notifier = Notifier(self)
         self._heads: defaultdict[str, Head] = defaultdict(Head)
+        self._calm: set[str] = set()  # destinations of which nothing was heard since a claim found nothing
 
     async def _own(self) -> _Engines:
         """Connections of our own, made as the given engine makes its: listeners may use up the given pool."""
@@ -203,16 +204,19 @@ class PostgresqlStore(SqlStore):
         await super().wait(longest, destination=destination)
 
     def announce(self, *destinations: str | None) -> None:
+        self._calm.difference_update(destination or NOT_ROUTED for destination in destinations)
         super().announce(*destinations)
         if self._given is not None:
             self._notifier.notify(destinations)
 
     def heard(self, destination: str) -> None:
         """Another process has work for this destination."""
+        self._calm.discard(destination)
         self._wakeup.ring(destination)
 
     def heard_everything(self) -> None:
         """Nobody listened until now: there may be work for anybody."""
+        self._calm.clear()
         self._wakeup.ring_all()
 
     # How PostgreSQL spells it.
@@ -283,6 +287,21 @@ class PostgresqlStore(SqlStore):
         buried = insert(dead_letters).from_select(["died_at", *said, *kept], source).cte("buried")
         return list(connection.execute(select(gone.c.id).add_cte(buried), parameters).scalars())
 
+    # Looking while nothing happens, without a pool and SQLAlchemy's execution.
+
+    async def glance(self, statement: Executable, parameters: Mapping[str, Any]) -> Sequence[Sequence[Any]]:
+        await self.open()
+        return await finish(self._notifier.ask(statement, parameters), WORK_WITHIN)
+
+    async def anything_due(self, wanted: Mapping[str, Any]) -> bool:
+        """A claim that found nothing is followed by questions, which are cheaper."""
+        if wanted["wanted"] not in self._calm or not self._notifier.has_line:
+            return True
+        with self._heads[wanted["wanted"]].looking() as look:
+            look.found = await self.glance(self.due, {**wanted, "limit": 1, "since": look.since})
+            look.ended = not look.found
+        return bool(look.found)
+
     # Claiming in one round trip.
 
     def search(self, connection: Connection, statement: Any, parameters: Mapping[str, Any]) -> list[Row[Any]]:
@@ -307,7 +326,9 @@ class PostgresqlStore(SqlStore):
         self, connection: Connection, wanted: Mapping[str, Any], terms: Mapping[str, Any]
     ) -> Sequence[Sequence[Any]]:
         take = self._take_statement
-        return self._look_for(connection, {**wanted, **terms}, lambda all: fetched(connection, take, all))
+        rows = self._look_for(connection, {**wanted, **terms}, lambda all: fetched(connection, take, all))
+        (self._calm.discard if rows else self._calm.add)(wanted["wanted"])
+        return rows
 
     @cached_property
     def _take_statement(self) -> Any:

@@ -6,19 +6,18 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import ColumnElement, Connection, DateTime, String, bindparam, exists, insert, literal, select
+from sqlalchemy import ColumnElement, Connection, DateTime, String, bindparam, exists, insert, select
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError
 
 from outbox.core.attempt import Reason
 from outbox.core.message import Message
-from outbox.core.store import Receipt, Reception
+from outbox.core.store import Receipt, Reception, Statement
 from outbox.stores.rows import GIVEN, history_line, placed_row
 
 if TYPE_CHECKING:
     from outbox.stores.sql import SqlStore
 
 _ABOUT_VALUES = ("22", "23")  # SQLSTATE's classes for data that cannot be kept
-_UNWANTED = "no listener of a worker that takes messages from the database has the queue {queue!r}"
 
 
 class SqlReceiving:
@@ -58,13 +57,16 @@ class SqlReceiving:
     def reception(self, queue: str, message: Message) -> Reception:
         """The statements for one message, in somebody else's transaction."""
         placed = placed_row(queue, message)
-        error = _UNWANTED.format(queue=queue)
-        buried = placed | {"error": error, "history": history_line("not delivered", error)}
+
+        def bury(reason: Reason, error: str) -> Statement:
+            because = {"reason": reason.value, "error": error, "history": history_line("not delivered", error)}
+            return self._bury, [placed | because]
+
         return Reception(
             enter=(self._enter, [{"queue": queue, "message_id": message.id}]),
             place=(self.place, [placed]),
             place_if_bound=(self._place_if_bound, [placed]),
-            bury=(self._bury, [buried]),
+            bury=bury,
         )
 
     @cached_property
@@ -99,8 +101,8 @@ class SqlReceiving:
 
     @cached_property
     def _bury(self) -> Any:
-        said = {"died_at": self._store.clock(), "reason": literal(Reason.UNWANTED.value, String)}
-        burying = insert(self._store.tables.dead_letters).values(self._in_queue() | said).inline()
+        died = {"died_at": self._store.clock()}
+        burying = insert(self._store.tables.dead_letters).values(self._in_queue() | died).inline()
         return burying.execution_options(preserve_rowcount=True)
 
     def _in_queue(self) -> dict[str, ColumnElement[Any]]:

@@ -63,6 +63,7 @@ from outbox.stores.claims import BURIAL, SettleStatements, SqlClaim
 from outbox.stores.dead_letters import SqlDeadLetters
 from outbox.stores.finish import finish
 from outbox.stores.heads import BEGINNING
+from outbox.stores.idle import ask_the_doubtful
 from outbox.stores.receiving import SqlReceiving
 from outbox.stores.routing import SqlRouting
 from outbox.stores.rows import CLAIMED, LONGEST_HISTORY, as_seconds, history_line, message_row
@@ -82,15 +83,22 @@ class SqlStore(Spelling):
     async_drivers: ClassVar[tuple[str, ...]]
     sync_drivers: ClassVar[tuple[str, ...]]
     writes_side_by_side = True
+    connections_can_die: ClassVar[bool] = True  # while they lie in a pool
 
     @classmethod
     def make_engine(cls, url: URL) -> AsyncEngine:
         # Error texts go to logs: the parameters of a statement are somebody's data.
-        return create_async_engine(url, hide_parameters=True, pool_pre_ping=True, connect_args=cls.connect_args(url))
+        engine = create_async_engine(url, hide_parameters=True, connect_args=cls.connect_args(url))
+        if cls.connections_can_die:
+            ask_the_doubtful(engine.sync_engine)
+        return engine
 
     @classmethod
     def make_sync_engine(cls, url: URL) -> Engine:
-        return create_engine(url, hide_parameters=True, pool_pre_ping=True, connect_args=cls.connect_args(url))
+        engine = create_engine(url, hide_parameters=True, connect_args=cls.connect_args(url))
+        if cls.connections_can_die:
+            ask_the_doubtful(engine)
+        return engine
 
     @classmethod
     def connect_args(cls, url: URL) -> dict[str, Any]:
@@ -378,18 +386,19 @@ class SqlStore(Spelling):
         return nullcontext()
 
     async def _until_next_due(self, destination: str, at_most: float) -> float:
-        statement = (
-            select(self.seconds_until(self.messages.c.due_at))
-            .where(
-                self.messages.c.destination == destination,
-                self.messages.c.done_at.is_(None),
-                self.messages.c.due_at > self.now(),
-            )
-            .order_by(self.messages.c.due_at)
-            .limit(1)
-        )
-        found = await self.look(lambda connection: connection.scalar(statement))
-        return at_most if found is None else max(0.0, float(found))
+        found = await self.glance(self._next_due, {"wanted": destination})
+        return max(0.0, float(found[0][0])) if found else at_most
+
+    @cached_property
+    def _next_due(self) -> Executable:
+        columns = self.messages.c
+        later = columns.destination == bindparam("wanted", type_=String), columns.done_at.is_(None)
+        found = select(self.seconds_until(columns.due_at)).where(*later, columns.due_at > self.now())
+        return found.order_by(columns.due_at).limit(1)
+
+    async def glance(self, statement: Executable, parameters: Mapping[str, Any]) -> Sequence[Sequence[Any]]:
+        """The few rows of a question that is asked again and again while nothing happens."""
+        return await self.look(lambda connection: connection.execute(statement, parameters).all())
 
     # Routing.
 

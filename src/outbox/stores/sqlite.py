@@ -64,6 +64,7 @@ class SqliteStore(SqlStore):
     async_drivers = ("aiosqlite",)
     sync_drivers = ("pysqlite",)
     writes_side_by_side = False
+    connections_can_die = False
 
     @classmethod
     def make_engine(cls, url: URL) -> AsyncEngine:

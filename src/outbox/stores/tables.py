@@ -30,10 +30,8 @@ from outbox.core.errors import ConfigurationError
 
 NOT_ROUTED = ""  # a destination that equals something can be searched in index order; IS NULL could not
 
-# The rows of a queue live for milliseconds. Space on each page lets a lease be written without touching an index, and
-# vacuum must come by the thousand rows, not by the fifth of a table.
+# The rows of a queue live for milliseconds: vacuum must come by the thousand rows, not by the fifth of a table.
 STORAGE = {
-    "fillfactor": "70",
     "autovacuum_vacuum_scale_factor": "0.02",
     "autovacuum_vacuum_threshold": "1000",
     "autovacuum_vacuum_insert_scale_factor": "0.2",
@@ -41,9 +39,15 @@ STORAGE = {
     "autovacuum_analyze_threshold": "1000",
     "autovacuum_vacuum_cost_delay": "0",
 }
+# A page that is left more than half empty has room for the leases on its messages, written without touching an index.
+MESSAGES_STORAGE = {"fillfactor": "45", **STORAGE}
 # SQLAlchemy has no option for them before 2.1, and what follows USING is written as it stands. An option of the table,
 # and not a statement behind it, is what Alembic puts into migrations.
-_TUNED = f"heap WITH ({', '.join(f'{name} = {value}' for name, value in STORAGE.items())})"
+
+
+def _tuned(storage: Mapping[str, str]) -> str:
+    return f"heap WITH ({', '.join(f'{name} = {value}' for name, value in storage.items())})"
+
 
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 LONGEST_TABLE = 40  # bytes; PostgreSQL cuts names at 63, and the longest derived one adds 20
@@ -104,7 +108,9 @@ class Tables:
 
     def storage(self, table: Table) -> Mapping[str, str]:
         """The settings that PostgreSQL has for a table."""
-        return STORAGE if table in (self.messages, self.dead_letters, self.inbox) else {}
+        if table is self.messages:
+            return MESSAGES_STORAGE
+        return STORAGE if table in (self.dead_letters, self.inbox) else {}
 
 
 def message_columns() -> list[Column[object]]:
@@ -143,7 +149,7 @@ def _messages(metadata: MetaData, name: str) -> Table:
         Column("unroutable", Boolean, nullable=False, server_default=false()),
         *message_columns(),
         sqlite_autoincrement=True,
-        postgresql_using=_TUNED,
+        postgresql_using=_tuned(MESSAGES_STORAGE),
     )
     columns = table.c
     # No index holds what a lease changes, so that PostgreSQL writes leases in place (HOT).
@@ -167,7 +173,7 @@ def _dead_letters(metadata: MetaData, name: str) -> Table:
         Column("error", Text, nullable=False),
         *message_columns(),
         sqlite_autoincrement=True,
-        postgresql_using=_TUNED,
+        postgresql_using=_tuned(STORAGE),
     )
     Index(f"{table.name}_queue", table.c.destination, table.c.id)
     return table
@@ -180,7 +186,7 @@ def _inbox(metadata: MetaData, name: str) -> Table:
         Column("queue", String(255), primary_key=True),
         Column("message_id", String(255), primary_key=True),
         Column("entered_at", DateTime(timezone=True), nullable=False),
-        postgresql_using=_TUNED,
+        postgresql_using=_tuned(STORAGE),
     )
     Index(f"{table.name}_entered", table.c.entered_at)
     return table

@@ -35,7 +35,9 @@ LONGEST_WITHIN = timedelta(seconds=20)
 BATCH_WITHIN = timedelta(seconds=25)  # for all answers to a batch: less than the relay gives it
 BODY_WITHIN = 3.0  # seconds for the rest of an answer whose status is known
 LARGEST_ANSWER = 64 * 1024  # bytes that are read; whoever says more is hung up on
-KEEP_ALIVE = 4.0  # seconds that an idle connection is kept: less than servers do, so that none closes under a request
+TURN = 0.2  # seconds after which a batch lets others have a slot: with each message would take longer than some answers
+KEEP_ALIVE = 4.0  # seconds that an idle connection is kept: less than servers do, so that few close under a request
+AT_ONCE = 1.0  # seconds in which a request is sent again whose connection was closed under it
 LARGE_BODY = 2**20  # bytes; the client wants larger ones as a file
 
 Mode = Literal["structured", "binary"]
@@ -49,7 +51,7 @@ _OURS = ("content-", "ce-", "webhook-", "transfer-encoding", "host", "connection
 
 
 class HttpTransport:
-    """One destination. 2xx means sent; what another answer means, and no answer, says `docs/learn/http.md`."""
+    """One destination. 2xx means sent; what another answer means, and no answer, says `docs/learn/sending.md`."""
 
     name = "http"
     features = Features(consumes=False, delays=False, keeps_dead_letters=False, shares_outages=True)
@@ -133,15 +135,24 @@ class HttpTransport:
 
     async def _work(self, batch: _Batch) -> None:
         """Post one message after the other. What cannot be answered within the relay's time is not begun."""
-        for message in batch.messages:
-            if _now() > batch.last_start or not await self._slot(batch.last_start):
-                return
+        while await self._slot(batch.last_start):
             try:
-                await self._post(message, batch)
+                until = min(_now() + TURN, batch.last_start)
+                for message in batch.messages:
+                    await self._post(message, batch)
+                    if _now() > until:
+                        break
+                else:
+                    return
             finally:
                 self._slots.release()
 
     async def _slot(self, until: float) -> bool:
+        """A place among the requests under way, unless none is free in time."""
+        if _now() > until:
+            return False
+        if not self._slots.locked():
+            return await self._slots.acquire()
         try:
             async with asyncio.timeout_at(until):
                 return await self._slots.acquire()
@@ -173,14 +184,24 @@ class HttpTransport:
 
     async def _answer(self, message: Message) -> Refusal | None:
         """Why the destination does not take the message; None if it does."""
+        began = _now()
+        over_a_kept_connection = began - self._answered < KEEP_ALIVE
+        try:
+            return await self._ask(message)
+        except aiohttp.ClientConnectionError as error:
+            # A server may close a connection that it kept just as a request goes out. That tells nothing of either.
+            at_once = _now() - began < AT_ONCE
+            if isinstance(error, aiohttp.ClientConnectorError) or not (over_a_kept_connection and at_once):
+                raise
+            return await self._ask(message)
+
+    async def _ask(self, message: Message) -> Refusal | None:
         headers, body = self._write(message, self._source or _DEFAULTS.source)
         if self._secrets is not None:
             headers |= webhooks.sign(self._secrets, message.id, int(time.time()), body)
         data = body if len(body) < LARGE_BODY else io.BytesIO(body)
-        async with asyncio.timeout(self._timeout.total_seconds()):
-            response = await self._session.post(self._place.url, data=data, headers=headers, allow_redirects=False)
-        self._answered = _now()
-        async with response:
+        async with self._session.post(self._place.url, data=data, headers=headers, allow_redirects=False) as response:
+            self._answered = _now()
             said = await _read(response)
             if is_taken(response.status):
                 return None
@@ -192,15 +213,19 @@ class HttpTransport:
         if self._untrusted:
             guarded = {"resolver": CheckedResolver(self._resolver), "socket_factory": checked_socket}
         connector = aiohttp.TCPConnector(
-            limit=self._concurrency, keepalive_timeout=KEEP_ALIVE, ssl=self._ssl_context or True, **guarded
+            limit=0,  # the slots are our own: nobody waits here while its time runs
+            keepalive_timeout=KEEP_ALIVE,
+            ssl=self._ssl_context or True,
+            **guarded,
         )
         return aiohttp.ClientSession(
             connector=connector,
             headers=self._headers,
-            timeout=aiohttp.ClientTimeout(total=None),  # the deadline is our own
+            timeout=aiohttp.ClientTimeout(total=self._timeout.total_seconds()),  # the relay has a longer one outside
             cookie_jar=aiohttp.DummyCookieJar(),
             trust_env=False,  # no proxies and no passwords from the environment
             auto_decompress=False,
+            skip_auto_headers=("accept", "accept-encoding"),
         )
 
 
@@ -243,7 +268,9 @@ def _now() -> float:
 
 
 def _described(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    """Without the URL, which may hold a token; the client shows it in some of its errors."""
+    text = error.message if isinstance(error, aiohttp.ClientResponseError) else str(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _cannot_deliver() -> NoReturn:
