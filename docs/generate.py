@@ -46,6 +46,7 @@ environment. An argument comes before a variable, a variable before the default.
 - `transport` takes URLs: `amqp://…` and `amqps://…` for RabbitMQ, `https://…`, and `memory://`, queues in this process,
   for tests.
 - `{prefix}UNROUTABLE` is a JSON object: `{{"audit.#": "discard"}}`.
+- So is `{prefix}ROUTES`, of URLs: `{{"order.*": "https://billing.example/hook"}}`. See [routes](learn/routes.md).
 
 ```python
 from datetime import timedelta

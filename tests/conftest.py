@@ -106,15 +106,18 @@ def pytest_configure(config: pytest.Config) -> None:
 ABOVE_THE_DRIVERS = frozenset(
     {
         "test_batches",
+        "test_circuits",
         "test_command_line",
         "test_doctor",
         "test_http",
+        "test_http_outages",
         "test_lanes",
         "test_on_error",
         "test_processes",
         "test_publishing",
         "test_receive",
         "test_relay",
+        "test_routes",
         "test_routing",
         "test_store_first",
         "test_testing",

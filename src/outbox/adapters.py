@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points, metadata
 from importlib.util import find_spec
 from typing import Any, cast
@@ -15,6 +16,7 @@ from outbox.core.errors import ConfigurationError
 from outbox.core.store import StoreClass
 from outbox.core.transport import Adopting, Defaults, Transport
 from outbox.transports.function import FunctionTransport
+from outbox.transports.routes import Route, Routes, route_name
 
 STORES = "outbox.stores"  # the entry point group; names are SQLAlchemy's names of dialects
 TRANSPORTS = "outbox.transports"  # names are URL schemes, or modules whose connections are taken
@@ -48,6 +50,25 @@ def transport_for(value: object, defaults: Defaults = _DEFAULTS) -> Transport:
         make = _load(TRANSPORTS, library, "no transport for connections of {name} is installed; there are: {known}")
         return make(value, defaults)
     raise ConfigurationError(f"transport={type(value).__name__}: a URL, a Transport, or `async def publish(message)`")
+
+
+def routes_for(values: Mapping[str, object], defaults: Defaults = _DEFAULTS) -> Routes:
+    """The destinations that routes name, each once, with all binding keys that lead to it."""
+    found: dict[str, tuple[object, Transport]] = {}
+    binding_keys: defaultdict[str, list[str]] = defaultdict(list)
+    for binding_key, value in values.items():
+        name = next((name for name, (known, _) in found.items() if known is value or known == value), None)
+        if name is None:
+            transport = transport_for(value, defaults)
+            name = route_name(value, transport)
+            if name in found:
+                raise ConfigurationError(
+                    f"two routes are called {name!r}: their messages could not be told apart. Give one of them a "
+                    "transport with a `route` of its own"
+                )
+            found[name] = (value, transport)
+        binding_keys[name].append(binding_key)
+    return Routes([Route(name, transport, tuple(binding_keys[name])) for name, (_, transport) in found.items()])
 
 
 def _client_library(value: object) -> str | None:

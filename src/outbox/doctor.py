@@ -133,7 +133,7 @@ async def _messages(outbox: Outbox) -> list[Finding]:
     return [
         _transport(recorded, outbox.transport.name),
         _leases(claimable, patience),
-        *_overdue(claimable, patience),
+        *_overdue(claimable, patience, backlog),
         *_nobody_asks(backlog, lost),
     ]
 
@@ -163,13 +163,18 @@ def _leases(claimable: list[Claimable], patience: timedelta) -> Finding:
     return Finding(Level.OK, "leases", f"{sum(each.leased for each in claimable)} held{soonest}")
 
 
-def _overdue(claimable: list[Claimable], patience: timedelta) -> Iterator[Finding]:
+def _overdue(claimable: list[Claimable], patience: timedelta, backlog: Backlog) -> Iterator[Finding]:
+    outages = {circuit.destination: circuit for circuit in backlog.circuits if circuit.failures}
     late = [each for each in claimable if each.overdue is not None and each.overdue > patience]
     if not late:
         yield Finding(Level.OK, "due messages", f"{sum(each.due for each in claimable)}, none for long")
     for each in late:
         what = f"{each.due} {_place(each.queue)}, the oldest for {in_words(each.overdue or timedelta(0))}"
-        if each.leased:
+        if each.queue in outages:
+            advice = "mend the destination, or remove its route; no message loses an attempt, but they may expire"
+            what = f"{what}: the destination does not answer, {outages[each.queue].error}"
+            yield Finding(Level.WARNING, "due messages", what, advice)
+        elif each.leased:
             advice = "workers do not keep up: start more, or raise the concurrency of their listeners"
             yield Finding(Level.WARNING, "due messages", f"{what}, while {each.leased} are in work", advice)
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import timedelta
 from functools import cached_property
@@ -13,7 +13,7 @@ from sqlalchemy import MetaData
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
-from outbox.adapters import store_class, transport_for
+from outbox.adapters import routes_for, store_class, transport_for
 from outbox.core.binding import Binding
 from outbox.core.dead_letter import AllDeadLetters, DeadLetters
 from outbox.core.durations import Eta, Seconds
@@ -22,7 +22,7 @@ from outbox.core.events import Bound, Started, Stopped
 from outbox.core.listener import Listener, check_listeners
 from outbox.core.message import Message
 from outbox.core.store import Backlog, Difference, Store, StoredMessage
-from outbox.core.transport import Awaited, Defaults, Naming, Transport
+from outbox.core.transport import Defaults, Naming, Transport
 from outbox.engines import Engines, ListenerSessions
 from outbox.inbound.batch_handling import BatchHandling
 from outbox.inbound.batch_inbox import BatchInbox
@@ -39,18 +39,15 @@ from outbox.inbound.worker import Handler, Source, Worker
 from outbox.observers import Observers
 from outbox.observers.logging import LoggingObserver
 from outbox.outbound.callers import at_once, awaited
-from outbox.outbound.cleanup import Cleanup
 from outbox.outbound.connections import AnySession, PlainSession
 from outbox.outbound.emitter import Emitter, Key
-from outbox.outbound.publishing import SIDE_BY_SIDE, Publisher
-from outbox.outbound.relay import Relay, Round
-from outbox.outbound.routing import Router
+from outbox.relays import Relays
 from outbox.settings import Settings
 from outbox.shutdown import Shutdown, on_signals
 from outbox.stores.tables import Tables
 from outbox.transports.database import DatabaseTransport
+from outbox.transports.routes import Routes
 
-CLEAN_UP_EVERY = 10  # poll intervals
 LAST_WORDS = 8.0  # seconds that a relay has which did not end within the grace; a silent database takes most of it
 
 
@@ -78,7 +75,7 @@ class Outbox:
         """The options in force; without setup() those of the environment, if they name a database."""
         if self._settings is None:
             settings = Settings.of({})
-            if settings.db_engine_url is None and settings.transport is None:
+            if settings.db_engine_url is None and settings.transport is None and not settings.routes:
                 raise ConfigurationError("not set up: call setup(db_engine_url=…) or set OUTBOX_DB_ENGINE_URL")
             self._settings = settings
         return self._settings
@@ -116,11 +113,11 @@ class Outbox:
             retry_policy=settings.policy("retry_delays"),
             observe=self._observe,
         )
-        return transport_for(settings.transport, defaults)
+        return routes_for(settings.routes, defaults) if settings.routes else transport_for(settings.transport, defaults)
 
     @property
     def _on_database(self) -> bool:
-        return self.settings.transport in (None, DatabaseTransport.name)
+        return not self.settings.routes and self.settings.transport in (None, DatabaseTransport.name)
 
     def _database_transport(self) -> DatabaseTransport:
         settings = self.settings
@@ -369,7 +366,9 @@ class Outbox:
             await transport.open()
             worker = await self._worker(transport, listeners, stack) if listeners else None
             storage = self._storage(transport, listeners, stack)
-            relays = self._relays(transport, relay, routes=not leftovers) if needs_store else []
+            if relay and isinstance(transport, Routes):
+                await self._relays.bind(transport)
+            relays = self._relays.of(transport, relay, routes=not leftovers) if needs_store else []
             self._observe(Started("worker" if listeners else "relay", self._described(transport, listeners)))
             if ready is not None:
                 ready.set()
@@ -523,69 +522,9 @@ class Outbox:
     def _lease_of(self, listener: Listener) -> timedelta:
         return listener.lease_time or self.settings.duration("lease")
 
-    def _relays(self, transport: Transport, relay: bool, *, routes: bool) -> list[Relay]:
-        look = self.settings.seconds_between_looks
-        relays = [self._relay(self._cleanup(), asyncio.sleep, look * CLEAN_UP_EVERY, "cleanup")]
-        if isinstance(transport, DatabaseTransport) and routes:
-            router = self._router(transport)
-            relays.append(self._relay(router, router.wait, look, "relay"))
-        elif relay:
-            publisher = self._publisher(transport)
-            back = transport.back if isinstance(transport, Awaited) else None
-            relays.append(self._relay(publisher, self.store.wait, look, "relay", back=back, side_by_side=SIDE_BY_SIDE))
-        return relays
-
-    def _cleanup(self) -> Cleanup:
-        settings = self.settings
-        return Cleanup(
-            self.store,
-            clean_up_after=settings.clean_up_after,
-            inbox_retention=settings.inbox_retention,
-            observe=self._observe,
-        )
-
-    def _router(self, transport: DatabaseTransport) -> Router:
-        settings = self.settings
-        return Router(
-            self.store,
-            transport,
-            batch_size=settings.batch_size,
-            patience=settings.seconds_between_looks,
-            unroutable=settings.unroutable,
-            observe=self._observe,
-        )
-
-    def _publisher(self, transport: Transport) -> Publisher:
-        settings = self.settings
-        return Publisher(
-            self.store,
-            transport,
-            batch_size=settings.batch_size,
-            lease=settings.duration("lease"),
-            retry_policy=settings.policy("relay_retry_delays"),
-            observe=self._observe,
-        )
-
-    def _relay(
-        self,
-        work: Round,
-        wait: Callable[[float], Awaitable[None]],
-        longest: float,
-        name: str,
-        *,
-        back: Callable[[], Awaitable[None]] | None = None,
-        side_by_side: int = 1,
-    ) -> Relay:
-        return Relay(
-            work,
-            wait=wait,
-            poll_interval=longest,
-            observe=self._observe,
-            name=name,
-            back=back,
-            restart_delay=self.settings.restart_delay,
-            side_by_side=side_by_side,
-        )
+    @property
+    def _relays(self) -> Relays:
+        return Relays(self.store, self.settings, self._observe)
 
     def _described(self, transport: Transport, listeners: Sequence[Listener]) -> str:
         queues = ", ".join(listener.queue for listener in listeners)

@@ -58,14 +58,17 @@ def _whole(text: str) -> int:
         raise ConfigurationError(f"not a whole number: {text!r}") from None
 
 
-def _object(text: str) -> dict[str, str]:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        raise ConfigurationError('not a JSON object: write for example {"audit.#": "discard"}')
-    return value
+def _object(example: str) -> Callable[[str], dict[str, str]]:
+    def parse(text: str) -> dict[str, str]:
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            value = None
+        if not isinstance(value, dict):
+            raise ConfigurationError(f"not a JSON object: write for example {example}")
+        return value
+
+    return parse
 
 
 def _secrets(text: str) -> Secrets:
@@ -99,11 +102,18 @@ class Settings:
         shown="the database",
         parse=str,
     )
+    routes: Mapping[str, Any] = _option(
+        None,
+        'Several destinations instead of one transport: `{"order.*": "https://…", "#": "amqp://…"}`, binding keys with '
+        "a URL, a Transport or a function each. Each destination has its own copies, retries and dead letters.",
+        shown="none",
+        parse=_object('{"order.*": "https://…"}'),
+    )
     unroutable: Mapping[str, str] = _option(
         None,
         'Messages nobody needs: `{"audit.#": "discard"}`. All others wait until a queue is bound to them.',
         shown="none",
-        parse=_object,
+        parse=_object('{"audit.#": "discard"}'),
     )
     exchange_name: str = _option(
         "outbox",
@@ -203,12 +213,16 @@ class Settings:
     def of(cls, given: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> Self:
         """Settings from arguments, then from the environment, then the defaults."""
         values = _by_option(given)
+        said = frozenset(values)
         for option in fields(cls):
             if values.get(option.name) is None:
                 values.pop(option.name, None)
                 _read(option, environment, values)
         if values.get("db_engine") is not None and given.get("db_engine_url") is None:
             values.pop("db_engine_url", None)
+        for one, other in (("transport", "routes"), ("routes", "transport")):
+            if one in said and other not in said:
+                values.pop(other, None)
         return cls(**values)
 
     def __post_init__(self) -> None:
@@ -218,6 +232,8 @@ class Settings:
             raise ConfigurationError(f"db_engine={type(self.db_engine).__name__}: an AsyncEngine or Engine")
         if self.db_engine_url is not None and not isinstance(self.db_engine_url, str | URL):
             raise ConfigurationError(f"db_engine_url={type(self.db_engine_url).__name__}: a URL")
+        if self.transport is not None and self.routes:
+            raise ConfigurationError("transport and routes are two ways to say where messages go: give one of them")
         for name, longest in (("table_name", LONGEST_TABLE), ("schema", LONGEST_SCHEMA)):
             if getattr(self, name) is not None:
                 check_identifier(getattr(self, name), name, longest)
@@ -250,6 +266,7 @@ class Settings:
         if self.restart_delay is not None:
             check_restart_delay(self.restart_delay)
         self._check_unroutable()
+        self._check_routes()
 
     def __repr__(self) -> str:
         """Names only what is safe to show: URLs and engines may hold credentials."""
@@ -301,6 +318,14 @@ class Settings:
             if action != DISCARD:
                 raise ConfigurationError(f"unroutable={{{pattern!r}: {action!r}}}: the only action is {DISCARD!r}")
         self._set("unroutable", rules)
+
+    def _check_routes(self) -> None:
+        if self.routes is not None and not isinstance(self.routes, Mapping):
+            raise ConfigurationError('routes is a mapping such as {"order.*": "https://…"}')
+        routes = dict(self.routes or {})
+        for pattern in routes:
+            check_name(pattern, "binding key of routes")
+        self._set("routes", routes)
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)

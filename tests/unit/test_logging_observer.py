@@ -13,6 +13,8 @@ from outbox.core.binding import Binding
 from outbox.core.events import (
     Advised,
     Bound,
+    CircuitClosed,
+    CircuitOpened,
     CleanedUp,
     Conflicted,
     Emitted,
@@ -110,6 +112,13 @@ CASES: list[Any] = [
     pytest.param(Started("worker", "transport database"), logging.INFO, ["worker", "database"], id="started"),
     pytest.param(Stopped("relay"), logging.INFO, ["relay", "stopped"], id="stopped"),
     pytest.param(Stopped("worker", 2), logging.WARNING, ["stopped", "2", "abandoned"], id="abandoned"),
+    pytest.param(
+        CircuitOpened("https://shop.example", "refused\nby all", timedelta(seconds=2)),
+        logging.ERROR,
+        ["https://shop.example", "does not answer", "2s", "refused"],
+        id="circuit opened",
+    ),
+    pytest.param(CircuitClosed(None), logging.INFO, ["the destination", "answers again"], id="circuit closed"),
     pytest.param(Advised("topology", "delete it\nsoon"), logging.WARNING, ["topology", "delete it"], id="advised"),
     pytest.param(
         Troubled("relay", ConnectionError("away"), timedelta(seconds=2)),

@@ -129,6 +129,16 @@ async def test_messages_that_nobody_routes_are_an_error(outbox: Outbox) -> None:
     assert finding.what.endswith("nobody claims them")
 
 
+async def test_messages_whose_destination_does_not_answer_are_told_with_its_error(outbox: Outbox) -> None:
+    async with outbox.transaction() as session:
+        await outbox.emit_many(session, "order.created", range(3))
+    await outbox.store.open_circuit(None, timedelta(minutes=1), "connection refused")
+    await age(outbox, "due_at")
+    finding = await found(outbox, "due messages")
+    assert (finding.level, "mend the destination" in finding.advice) == (Level.WARNING, True)
+    assert finding.what.endswith("the destination does not answer, connection refused")
+
+
 async def in_queue(outbox: Outbox, count: int) -> None:
     """Messages in the queue `billing`."""
     await outbox.store.bind([Binding("billing", "order.#")])

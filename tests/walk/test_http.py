@@ -13,7 +13,7 @@ import pytest
 from outbox import ConfigurationError, HeaderInvalid, Message, Outbox, Reason, listen
 from outbox.core.attempt import Dead, Done, RetryIn
 from outbox.core.cloudevents import parse
-from outbox.core.events import Relayed, Troubled
+from outbox.core.events import CircuitOpened, Relayed
 from outbox.core.webhooks import Secrets, verify
 from outbox.transports.http import HttpTransport
 from tests.conftest import MakeOutbox
@@ -156,7 +156,7 @@ async def test_an_outage_burns_no_attempt(make_outbox: MakeOutbox, sink: HttpSin
     await sink.stop()
     async with relaying(make_outbox, sink.url, relay_retry_delays=()) as (outbox, recorder):
         sent = [await emit(outbox) for _ in range(5)]
-        await recorder.wait_for(Troubled, 2)
+        await recorder.wait_for(CircuitOpened, 2)
         assert {each.attempt_count for each in await outbox.messages()} == {0}
         await sink.start()
         await drained(outbox)

@@ -15,8 +15,11 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from outbox import Listener, Message, Outbox, Reject, listen
 from outbox.cli.exits import ExitCode
+from outbox.core.events import CircuitClosed, CircuitOpened
+from tests.seeds.observing import Recorder
 
 from .commands import Command, all_dead, until
+from .test_circuits import Sink, nothing, yes
 
 MakeOutbox = Callable[..., Outbox]
 
@@ -210,6 +213,41 @@ async def test_a_relay_hands_messages_to_a_transport_tries_again_gives_up_and_cl
     assert {b"%d" % number for number in range(10)} <= set(sent)
 
 
+async def test_a_relay_shares_what_it_knows_of_its_destination(roles: Roles, make_outbox: MakeOutbox) -> None:
+    sink, recorder = Sink(nothing), Recorder()
+    relay = make_outbox(db_engine_url=roles.url_of("relay"), transport=sink, observers=[recorder])
+    operator = make_outbox(db_engine_url=roles.url_of("operator"))
+    async with relay.running(relay=True):
+        async with relay.transaction() as session:
+            await relay.emit(session, "a", 1)
+        await recorder.wait_for(CircuitOpened)
+        [circuit] = (await operator.backlog()).circuits
+        assert circuit.failures
+        sink.answer = yes
+        await recorder.wait_for(CircuitClosed)
+
+
+async def test_a_relay_with_routes_needs_what_is_printed_as_a_comment(
+    roles: Roles, make_outbox: MakeOutbox, command: Command
+) -> None:
+    sent: list[bytes] = []
+
+    async def billing(message: Message) -> None:
+        sent.append(message.body)
+
+    relay = make_outbox(db_engine_url=roles.url_of("relay"), routes={"#": billing})
+    with pytest.raises(DBAPIError, match="permission denied"):
+        async with relay.running(relay=True):
+            pass
+    printed = (await command.run("tables", "sql", "--roles", "--role-prefix", roles.table_name)).stdout
+    comment = printed.split("Only if there are any:\n")[1].split("\n\n")[0]
+    roles.run(comment.replace("-- ", ""))
+    async with relay.running(relay=True):
+        async with relay.transaction() as session:
+            await relay.emit(session, "a", 1)
+        await until(lambda: sent)
+
+
 async def only_waits(operator: Outbox, count: int) -> bool:
     backlog = await operator.backlog()
     return (backlog.waiting, backlog.sent) == (count, 0)
@@ -375,6 +413,7 @@ RIGHTS = {
     "relay": {
         "": "DELETE INSERT SELECT UPDATE+",
         "_bindings": "SELECT",
+        "_circuits": "INSERT SELECT UPDATE+",
         "_dead_letters": "INSERT",
         "_inbox": "DELETE SELECT UPDATE+",
         "_state": "INSERT SELECT UPDATE+",
@@ -382,6 +421,7 @@ RIGHTS = {
     "worker": {
         "": "DELETE INSERT SELECT UPDATE+",
         "_bindings": "INSERT SELECT",
+        "_circuits": "INSERT SELECT UPDATE+",
         "_dead_letters": "INSERT",
         "_inbox": "DELETE INSERT SELECT UPDATE+",
         "_state": "INSERT SELECT UPDATE+",
@@ -389,6 +429,7 @@ RIGHTS = {
     "operator": {
         "": "INSERT SELECT",
         "_bindings": "DELETE SELECT",
+        "_circuits": "SELECT",
         "_dead_letters": "DELETE SELECT UPDATE+",
         "_state": "INSERT SELECT UPDATE+",
     },
@@ -398,7 +439,7 @@ RIGHTS = {
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_role_has_exactly_these_rights(roles: Roles, kind: str) -> None:
     found: dict[str, str] = {}
-    for part in ("", "_bindings", "_dead_letters", "_inbox", "_state"):
+    for part in ("", "_bindings", "_circuits", "_dead_letters", "_inbox", "_state"):
         rights = []
         for right in ("DELETE", "INSERT", "REFERENCES", "SELECT", "TRIGGER", "TRUNCATE", "UPDATE"):
             table, user = f"'{roles.table_name}{part}'", f"'{roles.user(kind)}'"

@@ -21,7 +21,7 @@ from outbox.cli.exits import ExitCode, Failure
 from outbox.cli.logs import hush_clients
 from outbox.cli.queues import queue_table
 from outbox.cli.targets import AsJson, OutboxName, find_outbox
-from outbox.core.store import Backlog
+from outbox.core.store import Backlog, Circuit, CircuitState
 from outbox.core.transport import Watchable
 from outbox.instance import Outbox
 from outbox.shutdown import Shutdown, on_signals
@@ -211,9 +211,10 @@ def _parts(found: Status) -> list[RenderableType]:
                 ("leased", backlog.leased),
                 ("unroutable", f"{backlog.unroutable}, no queue is bound to them" if backlog.unroutable else 0),
                 ("sent", f"{backlog.sent}, kept by clean_up_after" if backlog.sent else 0),
-                ("dead", f"{backlog.dead}, see outbox dead-letters list" if backlog.dead else 0),
+                ("dead", _dead(backlog)),
                 ("rows", _rates(found.rates)),
                 *_transport(found.look.condition),
+                *(("circuit", _outage(circuit)) for circuit in backlog.circuits if circuit.failures),
             ]
         ),
         "",
@@ -229,6 +230,20 @@ def _parts(found: Status) -> list[RenderableType]:
 
 def _waiting(backlog: Backlog) -> str:
     return f"{backlog.waiting}, {backlog.due} of them due" if backlog.waiting else "0"
+
+
+def _dead(backlog: Backlog) -> str:
+    if not backlog.dead:
+        return "0"
+    reasons = ", ".join(f"{count} {reason}" for reason, count in backlog.dead_by_reason.items())
+    return f"{backlog.dead} ({reasons}), see outbox dead-letters list"
+
+
+def _outage(circuit: Circuit) -> str:
+    place = circuit.destination or "the destination"
+    pause = f" for {words.duration(circuit.remaining)}" if circuit.state is CircuitState.OPEN else ""
+    tried = f"no answer {words.count(circuit.failures, 'time')}"
+    return f"{place}: {circuit.state}{pause}, {tried}: {words.first_line(circuit.error)}"
 
 
 def _transport(condition: Condition | None) -> list[tuple[str, str]]:

@@ -7,6 +7,7 @@ from datetime import timedelta
 from enum import StrEnum
 from typing import ClassVar
 
+from outbox.core.durations import NO_DELAY
 from outbox.core.message import Message
 
 
@@ -59,8 +60,9 @@ class Dead:
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """It was given back untried: no attempt, no start, due at once."""
+    """It was given back untried: no attempt, no start. A relay may ask for a delay before it is due again."""
 
+    delay: timedelta = NO_DELAY
     in_transaction: ClassVar[bool] = False
 
 

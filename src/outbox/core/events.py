@@ -59,6 +59,23 @@ class Relayed:
 
     attempt: Attempt
     outcome: Outcome
+    destination: str | None = None  # the route, where there are several
+
+
+@dataclass(frozen=True, slots=True)
+class CircuitOpened:
+    """A destination does not answer: no relay asks it before the pause is over, and no message loses an attempt."""
+
+    destination: str | None
+    error: str
+    pause: timedelta
+
+
+@dataclass(frozen=True, slots=True)
+class CircuitClosed:
+    """It answers again."""
+
+    destination: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +167,8 @@ Event = (
     | Unroutable
     | Received
     | Relayed
+    | CircuitOpened
+    | CircuitClosed
     | Handled
     | Conflicted
     | StillRunning

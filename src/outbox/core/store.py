@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from enum import StrEnum
 from typing import Any, ClassVar, Protocol
 from uuid import UUID
 
@@ -16,7 +17,7 @@ from outbox.core.attempt import Attempt, Outcome, Reason
 from outbox.core.binding import Binding
 from outbox.core.dead_letter import DeadLetters
 from outbox.core.diagnosis import Claimable, Examination
-from outbox.core.durations import Retention
+from outbox.core.durations import NO_DELAY, Retention
 from outbox.core.errors import TransactionError
 from outbox.core.message import Message, Schedule
 
@@ -130,6 +131,25 @@ class QueueBacklog:
     oldest: timedelta | None = None  # for how long the oldest due message has been due
 
 
+class CircuitState(StrEnum):
+    """How a destination is."""
+
+    CLOSED = "closed"  # it answers
+    OPEN = "open"  # it does not: nobody asks it for a while
+    PROBING = "probing"  # one relay asks it with one message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Circuit:
+    """What all relays know of a destination that once did not answer."""
+
+    destination: str | None  # none: the transport's only one
+    state: CircuitState
+    failures: int = 0  # times in a row that no answer came
+    remaining: timedelta = NO_DELAY  # of the pause, or of the time that a probe has
+    error: str = ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backlog:
     """What lies in a store at one moment."""
@@ -141,8 +161,10 @@ class Backlog:
     unroutable: int = 0  # no binding matches them
     sent: int = 0  # kept by clean_up_after
     dead: int = 0
+    dead_by_reason: Mapping[str, int] = field(default_factory=dict)
     rows_written: int = 0  # since the table was made: the difference of two looks tells a rate
     queues: tuple[QueueBacklog, ...] = ()
+    circuits: tuple[Circuit, ...] = ()  # of destinations that once did not answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -324,6 +346,30 @@ class Store(Feed, Protocol):
 
     def announce(self, *destinations: str | None) -> None:
         """Tell whoever sleeps in `wait`, here or in other processes, that there may be work. Never fails."""
+        ...
+
+    async def circuits(self) -> list[Circuit]:
+        """What is known of destinations that once did not answer."""
+        ...
+
+    async def open_circuit(
+        self, destination: str | None, pause: timedelta, error: str, *, probe: int | None = None
+    ) -> bool:
+        """No answer came: nobody is to ask again before the pause is over. Says whether that is news.
+
+        Without `probe` it opens a circuit that was closed; with it, one that this very probe was to find out about.
+        """
+        ...
+
+    async def probe_circuit(self, destination: str | None, lease: timedelta) -> int | None:
+        """Be the one who asks a destination whose pause is over; None if somebody else does, or nobody needs to.
+
+        Returns what `open_circuit` wants to hear if no answer comes. Who gives no word within the lease is replaced.
+        """
+        ...
+
+    async def close_circuit(self, destination: str | None) -> bool:
+        """An answer came. Says whether that is news."""
         ...
 
     async def purge(self, keep: timedelta, limit: int) -> int:

@@ -29,6 +29,7 @@ class Features:
     delays: bool = True  # RetryIn comes back after its delay, not at once
     keeps_dead_letters: bool = True
     completes_in_transaction: bool = False  # deliveries offer a completion() for the listener's transaction
+    shares_outages: bool = False  # that its destination does not answer is written down, for all relays at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +60,12 @@ class Published:
 
     confirmed: frozenset[str] = frozenset()  # the transport's positive confirmation of that very message
     refused: Mapping[str, Refusal] = field(default_factory=dict)
+    silence: str = ""  # why nothing is known of the others, for people
+
+    @property
+    def answered(self) -> bool:
+        """Whether the destination said anything at all."""
+        return bool(self.confirmed or self.refused)
 
 
 class Delivery(Protocol):
@@ -147,6 +154,16 @@ class Naming(Protocol):
 
     def queue_name(self, queue: str) -> str:
         """How the destination calls a listener's queue."""
+        ...
+
+
+@runtime_checkable
+class OnRoute(Protocol):
+    """A transport that says by itself what its route is called."""
+
+    @property
+    def route(self) -> str:
+        """The destination of its messages in the table: it must outlive the process, and hold no secret."""
         ...
 
 

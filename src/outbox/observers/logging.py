@@ -9,6 +9,8 @@ from outbox.core.durations import in_words
 from outbox.core.events import (
     Advised,
     Bound,
+    CircuitClosed,
+    CircuitOpened,
     CleanedUp,
     Conflicted,
     Emitted,
@@ -58,6 +60,15 @@ class LoggingObserver:
                     logger.warning("%d message(s) received for %s are dead: older than its inbox", expired, queue)
                 else:
                     logger.debug("stored %d message(s) in %s, %d were there before", stored, queue, duplicates)
+            case CircuitOpened(destination, error, pause):
+                logger.error(
+                    "%s does not answer, nobody asks it for %s: %s",
+                    _place(destination),
+                    in_words(pause),
+                    _first_line(error),
+                )
+            case CircuitClosed(destination):
+                logger.info("%s answers again", _place(destination))
             case LeaseWasLost():
                 self._lease_lost(event)
             case Conflicted(queue, attempt, run, error, pause):
@@ -157,6 +168,10 @@ class LoggingObserver:
 def _words(error: BaseException) -> str:
     # SQLAlchemy's texts end with the statement and its parameters: bodies do not belong in a log.
     return f"{type(error).__name__}: {_first_line(str(error))}"
+
+
+def _place(destination: str | None) -> str:
+    return "the destination" if destination is None else destination
 
 
 def _first_line(text: str) -> str:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
 
 from outbox.core.events import Observer, Routed, Unroutable
-from outbox.core.store import Routing, Store
-from outbox.core.transport import Takers
+from outbox.core.store import Leased, Routing, Store, Wanted
+from outbox.core.transport import Offer, Takers
 
 
 class Router:
@@ -72,3 +75,22 @@ class Router:
             self._observe(Routed(queue, count))
         for routing_key, count in routing.unroutable.items():
             self._observe(Unroutable(routing_key, count))
+
+
+class _Nobody:
+    """A process without consumers: everything is routed to the table, and nothing handed over."""
+
+    consuming = False
+    wanted: Mapping[str, Wanted] = MappingProxyType({})
+
+    def offer(self) -> AbstractContextManager[Offer]:
+        return nullcontext(self)
+
+    def take(self, queue: str, claim: Leased) -> int:
+        raise AssertionError(f"nobody wants {queue}")
+
+    async def room(self, longest: float) -> None:
+        await asyncio.sleep(longest)
+
+
+NOBODY = _Nobody()

@@ -141,6 +141,23 @@ class SettleStatements:
         )
 
     @cached_property
+    def postpone(self) -> Any:
+        """A release after which a row is due only later."""
+        columns = self._messages.c
+        rows = self._store.records("rows", {"id": BigInteger, "delay": Float}).alias("settled")
+        return (
+            update(self._messages)
+            .where(columns.id == rows.c.id, self._store.held())
+            .values(
+                due_at=self._store.later(self._store.clock(), rows.c.delay),
+                starts=columns.starts - 1,
+                lease_token=null(),
+                lease_until=null(),
+            )
+            .returning(columns.id)
+        )
+
+    @cached_property
     def renew(self) -> Any:
         until = self._store.later(self._store.clock(), bindparam("lease", type_=Float))
         return (
@@ -225,6 +242,7 @@ class SqlClaim:
     def _settle(self, connection: Connection, outcomes: Mapping[int, Outcome]) -> set[int]:
         done: list[int] = []
         released: list[int] = []
+        postponed: Rows = []
         retries: Rows = []
         dead: dict[int, Dead] = {}
         for id, outcome in outcomes.items():
@@ -236,6 +254,8 @@ class SqlClaim:
                     retries.append({"id": id, "delay": as_seconds(delay), "line": line})
                 case Dead():
                     dead[id] = outcome
+                case Released(delay) if delay:
+                    postponed.append({"id": id, "delay": as_seconds(delay)})
                 case Released():
                     released.append(id)
                 case _:
@@ -248,6 +268,8 @@ class SqlClaim:
         written |= self.bury(connection, dead)
         if released:
             written |= self._ids(connection, self._statements.release, {"ids": self._store.listed(released)})
+        if postponed:
+            written |= self._ids(connection, self._statements.postpone, {"rows": self._store.json(postponed)})
         return written
 
     def bury(self, connection: Connection, dead: Mapping[int, Dead]) -> set[int]:

@@ -10,6 +10,7 @@ from sqlalchemy import ColumnElement, Connection, case, func, select
 
 from outbox.core.errors import ConfigurationError
 from outbox.core.store import Backlog, QueueBacklog, StoredMessage
+from outbox.stores import circuits
 from outbox.stores.rows import as_stored, as_stored_dead_letter, as_utc
 from outbox.stores.tables import NOT_ROUTED
 
@@ -22,7 +23,8 @@ STATES = ("waiting", "unroutable", "delivered", "retrying", "sent")
 def backlog(store: SqlStore, connection: Connection) -> Backlog:
     """How much lies where."""
     by_destination = {row.destination: row for row in connection.execute(_counts(store))}
-    dead = _dead(store, connection)
+    dead = _dead(store, connection, "destination")
+    reasons = _dead(store, connection, "reason")
     waiting = by_destination.get(NOT_ROUTED)
     ages = [row.oldest for row in by_destination.values() if row.oldest is not None]
     return Backlog(
@@ -33,8 +35,10 @@ def backlog(store: SqlStore, connection: Connection) -> Backlog:
         unroutable=waiting.unroutable if waiting else 0,
         sent=sum(row.sent for row in by_destination.values()),
         dead=sum(dead.values()),
+        dead_by_reason=reasons,
         rows_written=store.rows_written(connection),
         queues=_queues(store, connection, by_destination, dead),
+        circuits=tuple(circuits.read(store, connection)),
     )
 
 
@@ -77,9 +81,9 @@ def _counts(store: SqlStore) -> Any:
     ).group_by(columns.destination)
 
 
-def _dead(store: SqlStore, connection: Connection) -> dict[str, int]:
-    table = store.tables.dead_letters
-    rows = connection.execute(select(table.c.destination, func.count()).group_by(table.c.destination))
+def _dead(store: SqlStore, connection: Connection, by: str) -> dict[str, int]:
+    column = store.tables.dead_letters.c[by]
+    rows = connection.execute(select(column, func.count()).group_by(column).order_by(column))
     return {row[0]: row[1] for row in rows}
 
 

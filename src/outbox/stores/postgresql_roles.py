@@ -77,6 +77,7 @@ def _grants(tables: Tables, kind: str) -> list[Grant]:
     works = [
         Grant(f"SELECT, INSERT, DELETE, {changes}", tables.messages),
         Grant("INSERT", tables.dead_letters),
+        Grant("SELECT, INSERT, UPDATE (state, failures, paused_until, error)", tables.circuits),
     ]
     match kind:
         case "producer":
@@ -96,6 +97,7 @@ def _grants(tables: Tables, kind: str) -> list[Grant]:
                 Grant("SELECT, INSERT", tables.messages),
                 Grant("SELECT, DELETE, UPDATE (died_at)", tables.dead_letters),
                 Grant("SELECT, DELETE", tables.bindings),
+                Grant("SELECT", tables.circuits),
                 Grant("SELECT, INSERT, UPDATE (transport, bindings_version)", tables.state),
             ]
 
@@ -107,6 +109,10 @@ def _notes(tables: Tables, kind: str, role: str) -> Iterator[str]:
         cancel = Grant("DELETE, SELECT (timer_id, destination, done_at, lease_until)", messages)
         yield "-- cancel_timer deletes, and the right to delete cannot be limited to timers. Only if it is used:"
         yield f"-- {cancel.to(role)}"
+    if kind == "relay":
+        binds = [Grant("INSERT", tables.bindings), Grant("UPDATE (bindings_version)", tables.state)]
+        yield "-- A relay with routes binds them. Only if there are any:"
+        yield from (f"-- {grant.to(role)}" for grant in binds)
     if kind == "operator":
         sequence = Table(f"{messages.name}_id_seq", MetaData(), schema=messages.schema)
         yield f"GRANT SELECT ON SEQUENCE {_preparer.format_table(sequence)} TO {quoted};"

@@ -46,8 +46,19 @@ from outbox.core.diagnosis import Claimable, Examination, Finding
 from outbox.core.durations import Retention
 from outbox.core.errors import TablesMissing, TransactionError, causes
 from outbox.core.message import Message, Schedule
-from outbox.core.store import Backlog, Difference, Lease, Receipt, Reception, Routing, Rows, StoredMessage, Wanted
-from outbox.stores import examination, looks
+from outbox.core.store import (
+    Backlog,
+    Circuit,
+    Difference,
+    Lease,
+    Receipt,
+    Reception,
+    Routing,
+    Rows,
+    StoredMessage,
+    Wanted,
+)
+from outbox.stores import circuits, examination, looks
 from outbox.stores.claims import BURIAL, SettleStatements, SqlClaim
 from outbox.stores.dead_letters import SqlDeadLetters
 from outbox.stores.finish import finish
@@ -432,6 +443,26 @@ class SqlStore(Spelling):
         if switch:
             await self.routing.begin_anew()
         return await self.transact(work)
+
+    # Circuits.
+
+    async def circuits(self) -> list[Circuit]:
+        return await self.look(lambda connection: circuits.read(self, connection))
+
+    async def open_circuit(
+        self, destination: str | None, pause: timedelta, error: str, *, probe: int | None = None
+    ) -> bool:
+        return await self.transact(
+            lambda connection: circuits.open_circuit(self, connection, destination or NOT_ROUTED, pause, error, probe)
+        )
+
+    async def probe_circuit(self, destination: str | None, lease: timedelta) -> int | None:
+        return await self.apply(
+            lambda connection: circuits.probe_circuit(self, connection, destination or NOT_ROUTED, lease)
+        )
+
+    async def close_circuit(self, destination: str | None) -> bool:
+        return await self.apply(lambda connection: circuits.close_circuit(self, connection, destination or NOT_ROUTED))
 
     # Cleaning up.
 

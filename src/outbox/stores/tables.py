@@ -58,7 +58,7 @@ _id = BigInteger().with_variant(Integer, "sqlite")
 
 @dataclass(frozen=True)
 class Tables:
-    """The five tables of one outbox."""
+    """The six tables of one outbox."""
 
     metadata: MetaData
     messages: Table
@@ -66,6 +66,7 @@ class Tables:
     bindings: Table
     inbox: Table
     state: Table
+    circuits: Table
 
     @classmethod
     def named(cls, table_name: str, schema: str | None = None) -> Tables:
@@ -93,6 +94,15 @@ class Tables:
                 Column("transport", String(64)),
                 Column("bindings_version", BigInteger, nullable=False),
                 Column("asleep_until", DateTime(timezone=True)),  # somebody waits for a wake-up until then
+            ),
+            circuits=Table(
+                f"{table_name}_circuits",
+                metadata,
+                Column("destination", String(255), primary_key=True),
+                Column("state", String(16), nullable=False),
+                Column("failures", Integer, nullable=False),
+                Column("paused_until", DateTime(timezone=True)),  # while it is probed: the end of the probe's lease
+                Column("error", Text, nullable=False),
             ),
         )
 

@@ -24,6 +24,7 @@ from outbox.testing.sources import MemorySource, Rest, Source, StoredSource, Sto
 from outbox.testing.sql import may_write, sql_store
 from outbox.transports.database import DatabaseTransport
 from outbox.transports.memory import MemoryTransport
+from outbox.transports.routes import Routes
 
 AT_MOST = 1000  # attempts
 WITHIN = 60.0  # seconds of real time
@@ -53,6 +54,8 @@ async def drain(
             await outbox._open_store(transport)
         stack.push_async_callback(transport.close)
         await transport.open()
+        if isinstance(transport, Routes):
+            await outbox._relays.bind(transport)
         if listeners:
             await transport.declare(listeners)
         if stored := [listener for listener in listeners if listener.store_first]:
@@ -91,8 +94,9 @@ class Draining:
         self._rest: Rest | None = None
         self._rounds: list[Round] = []
         if outbox.engines.configured:
-            self._rest = Rest(sql_store(outbox.store), self._queues)
-            self._rounds = [outbox._cleanup(), _forwarding(outbox, transport)]
+            routes = [route.name for route in transport.routes] if isinstance(transport, Routes) else []
+            self._rest = Rest(sql_store(outbox.store), [*self._queues, *routes])
+            self._rounds = outbox._relays.rounds(transport)
 
     async def run(self, raise_errors: bool, ahead: timedelta | None) -> Drained:
         """Do everything that is due, then move the clock to what is due next, until there is no next."""
@@ -229,11 +233,6 @@ def _check(transport: Transport, listeners: Sequence[Listener]) -> None:
             f"the transport {transport.name!r} keeps a time of its own, which nobody can move: drain an outbox without "
             'a transport, or with transport="memory://"'
         )
-
-
-def _forwarding(outbox: Outbox, transport: Transport) -> Round:
-    """What takes messages out of the outbox: into queues of the store, or to the transport."""
-    return outbox._router(transport) if isinstance(transport, DatabaseTransport) else outbox._publisher(transport)
 
 
 async def _last_id(dead_letters: DeadLetters) -> int:

@@ -12,6 +12,7 @@ Each test's name is a promise; the guarantees page names them.
 from __future__ import annotations
 
 from outbox.testing.store.cases import MakeStore
+from outbox.testing.store.circuits import CircuitCases
 from outbox.testing.store.claiming import ClaimingCases
 from outbox.testing.store.emitting import EmittingCases
 from outbox.testing.store.handing_over import HandingOverCases
@@ -32,6 +33,7 @@ class StoreContract(
     HandingOverCases,
     ReceivingCases,
     KnowingCases,
+    CircuitCases,
     KeepingCases,
 ):
     """Every method and every outcome."""

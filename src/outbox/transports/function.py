@@ -24,6 +24,14 @@ class FunctionTransport:
     def __init__(self, publish: Callable[[Message], Awaitable[object]]) -> None:
         self._publish = publish
 
+    @property
+    def route(self) -> str:
+        """The function's own name."""
+        name = getattr(self._publish, "__name__", "")
+        if not name.isidentifier():
+            raise ConfigurationError("a function without a name cannot be a route: write it with `async def`")
+        return name
+
     async def open(self) -> None:
         """The function connects by itself."""
 

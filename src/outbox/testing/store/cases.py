@@ -87,6 +87,7 @@ OUTCOMES: Mapping[str, Outcome] = {
     "retry": RetryIn(timedelta(0), "late"),
     "dead": Dead(Reason.REJECTED, "late"),
     "released": Released(),
+    "postponed": Released(timedelta(minutes=5)),
 }
 
 

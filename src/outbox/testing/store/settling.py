@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from outbox.core.attempt import Dead, Done, Outcome, Reason, Released, RetryIn
+from outbox.core.attempt import Attempt, Dead, Done, Outcome, Reason, Released, RetryIn
 from outbox.core.durations import NEVER
 from outbox.core.store import Store
 from outbox.testing.store.cases import (
@@ -60,6 +60,26 @@ class SettlingCases(StoreCases):
         await settled(store, RetryIn(timedelta(0), "boom"))
         [attempt] = await soon(lambda: claimed(store))
         assert attempt.attempt_count == 2
+
+    async def test_what_is_given_back_for_later_comes_back_then_and_counts_as_no_start(
+        self, engine: AsyncEngine, store: Store
+    ) -> None:
+        await queued(engine, store, message())
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        await settled(store, Released(timedelta(milliseconds=400)))
+        [attempt] = await soon(lambda: claimed(store))
+        assert loop.time() - began >= 0.399
+        assert (attempt.attempt_count, attempt.crash_count) == (1, 0)
+        [stored] = await store.list_messages()
+        assert (stored.state, stored.history) == ("delivered", "")
+
+    async def test_what_is_given_back_for_later_lets_others_go_first(self, engine: AsyncEngine, store: Store) -> None:
+        await queued(engine, store, message(body=b"first"), message(body=b"second"))
+        first = await settled(store, Released(timedelta(milliseconds=1)))
+        assert len(await soon(lambda: _both(store))) == 2
+        [attempt, last] = await claimed(store)
+        assert last.id == first.id != attempt.id
 
     async def test_every_failed_attempt_is_written_down(self, engine: AsyncEngine, store: Store) -> None:
         await queued(engine, store, message())
@@ -115,14 +135,15 @@ class SettlingCases(StoreCases):
         assert "DROP TABLE" in letter.error
 
     async def test_many_outcomes_are_settled_together(self, engine: AsyncEngine, store: Store) -> None:
-        await queued(engine, store, *(message(body=str(n).encode()) for n in range(40)))
-        async with store.claim(40, lease=LEASE, destination="q") as claim:
-            kinds = list(OUTCOMES.values())
-            outcomes = {attempt.id: kinds[n % 4] for n, attempt in enumerate(claim.attempts)}
+        kinds = list(OUTCOMES.values())
+        await queued(engine, store, *(message(body=str(n).encode()) for n in range(10 * len(kinds))))
+        async with store.claim(100, lease=LEASE, destination="q") as claim:
+            outcomes = {attempt.id: kinds[n % len(kinds)] for n, attempt in enumerate(claim.attempts)}
             assert await claim.settle(outcomes) == frozenset()
         assert len(await store.dead_letters.list()) == 10
         states = [stored.state for stored in await store.list_messages()]
-        assert sorted(states) == ["delivered"] * 10 + ["retrying"] * 10
+        assert sorted(states) == ["delivered"] * 20 + ["retrying"] * 10
+        assert len(await claimed(store)) == 20  # of those given back, half are due only later
 
     async def test_settling_twice_writes_once(self, engine: AsyncEngine, store: Store) -> None:
         await queued(engine, store, message())
@@ -254,3 +275,8 @@ class SettlingCases(StoreCases):
                 assert await connection.run_sync(store.complete, leases) == {lease.id for lease in leases}
             await claim.settle({attempt.id: Done(in_transaction=True) for attempt in claim.attempts})
         assert {stored.state for stored in await store.list_messages()} == {"sent"}
+
+
+async def _both(store: Store) -> list[Attempt]:
+    found = await claimed(store)
+    return found if len(found) == 2 else []

@@ -54,7 +54,7 @@ class HttpTransport:
     """One destination. 2xx means sent; what another answer means, and no answer, says `docs/learn/sending.md`."""
 
     name = "http"
-    features = Features(consumes=False, delays=False, keeps_dead_letters=False)
+    features = Features(consumes=False, delays=False, keeps_dead_letters=False, shares_outages=True)
     dead_letters = None
 
     def __init__(
@@ -124,7 +124,8 @@ class HttpTransport:
         for silence in batch.silences:
             if self._answered > silence.began:
                 batch.refused[silence.id] = Refusal(f"{self._place.host} answers others: {silence.error}")
-        return Published(frozenset(batch.confirmed), batch.refused)
+        why = batch.silences[0].error if batch.silences else ""
+        return Published(frozenset(batch.confirmed), batch.refused, why)
 
     async def declare(self, listeners: Sequence[Listener]) -> None:
         _cannot_deliver()

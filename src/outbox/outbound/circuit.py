@@ -1,0 +1,169 @@
+"""Breaker: keeps a relay from a destination that does not answer, together with all other relays."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+
+from outbox.core.durations import NO_DELAY
+from outbox.core.events import CircuitClosed, CircuitOpened, Observer
+from outbox.core.store import Circuit, CircuitState, Store
+
+LOOK_EVERY = 1.0  # seconds between two looks at what other relays found out
+SHORTEST, LONGEST = 1.0, 60.0  # seconds of pause, doubling
+JITTER = 0.2  # of a pause, either way: relays of many services must not come back at the same moment
+
+
+class Circuits:
+    """What the database says of all destinations, shared by the relays of a process. Closed ones are left out."""
+
+    def __init__(self, store: Store, clock: Callable[[], float] = time.monotonic) -> None:
+        self._store = store
+        self._clock = clock
+        self._looking = asyncio.Lock()
+        self._looked_at = float("-inf")
+        self._known: dict[str | None, Circuit] = {}
+
+    def known(self, destination: str | None) -> Circuit | None:
+        """What the last look found."""
+        return self._known.get(destination)
+
+    async def look(self, destination: str | None) -> Circuit | None:
+        """What is so now, or was a moment ago."""
+        async with self._looking:
+            if self._clock() - self._looked_at >= LOOK_EVERY:
+                looked_at = self._clock()
+                found = await self._store.circuits()
+                self._known = {each.destination: each for each in found if each.state is not CircuitState.CLOSED}
+                self._looked_at = looked_at
+        return self.known(destination)
+
+    def remaining(self, destination: str | None) -> float:
+        """Seconds for which nobody is to ask this destination."""
+        circuit = self.known(destination)
+        if circuit is None:
+            return 0.0
+        return max(0.0, circuit.remaining.total_seconds() - (self._clock() - self._looked_at))
+
+    def forget(self) -> None:
+        """The next look asks the database."""
+        self._looked_at = float("-inf")
+
+    def closed(self, destination: str | None) -> None:
+        """Somebody here had an answer."""
+        self._known.pop(destination, None)
+        self.forget()
+
+
+@dataclass(slots=True)
+class Passage:
+    """One round's way to the destination."""
+
+    room: int  # for so many messages
+    probing: bool = False
+    probe: int | None = None  # what the database calls the probe, once it is this round's
+    began: float = 0.0
+
+
+class Breaker:
+    """One destination as a relay sees it.
+
+    Closed: everything passes, and nothing is asked but now and then what others found out. A round without any answer
+    opens it. When its pause is over one relay of all sends one message; an answer closes it, and then one message may
+    pass, two, four, until batches are whole again.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        circuits: Circuits,
+        destination: str | None,
+        *,
+        batch_size: int,
+        lease: timedelta,
+        observe: Observer,
+        clock: Callable[[], float] = time.monotonic,
+        chance: Callable[[], float] = random.random,
+    ) -> None:
+        self._store = store
+        self._circuits = circuits
+        self._destination = destination
+        self._largest = self._room = batch_size
+        self._lease = lease
+        self._observe = observe
+        self._clock = clock
+        self._chance = chance
+        self._one_by_one = asyncio.Lock()
+        self._answered_at = float("-inf")
+
+    @asynccontextmanager
+    async def passage(self) -> AsyncIterator[Passage]:
+        """A way for one round: beside others only while whole batches pass."""
+        async with nullcontext() if self._room >= self._largest else self._one_by_one:
+            passage = await self._passage()
+            try:
+                yield passage
+            except BaseException:
+                await self._give_up(passage)
+                raise
+
+    async def _passage(self) -> Passage:
+        if self._circuits.known(self._destination) is None:
+            return Passage(self._room)
+        if await self._circuits.look(self._destination) is None:
+            return Passage(self._room)
+        self._room = 1
+        return Passage(0 if self._circuits.remaining(self._destination) else 1, probing=True)
+
+    async def passes(self, passage: Passage) -> bool:
+        """Whether what was claimed may go out: asked when there is something, because all of this costs statements."""
+        if passage.probing:
+            passage.probe = await self._store.probe_circuit(self._destination, self._lease)
+            self._circuits.forget()
+        elif await self._circuits.look(self._destination) is not None:
+            self._room = 1
+            return False
+        passage.began = self._clock()
+        return not passage.probing or passage.probe is not None
+
+    async def answered(self, passage: Passage) -> None:
+        """The destination said something, be it no."""
+        self._answered_at = self._clock()
+        if passage.probing or self._circuits.known(self._destination) is not None:
+            if await self._store.close_circuit(self._destination):
+                self._observe(CircuitClosed(self._destination))
+            self._circuits.closed(self._destination)
+        passage.probe = None
+        self._room = min(self._largest, self._room * 2)
+
+    async def failed(self, passage: Passage, error: str) -> timedelta:
+        """No answer came to anything of a round; for how long the message of a probe should not be tried again."""
+        if self._answered_at > passage.began:  # to somebody else one did: it is there
+            return NO_DELAY
+        pause, probe = self._pause(passage.probe or 0), passage.probe
+        self._room = 1
+        self._circuits.forget()
+        if await self._store.open_circuit(self._destination, pause, error, probe=probe):
+            self._observe(CircuitOpened(self._destination, error, pause))
+        passage.probe = None
+        await self._circuits.look(self._destination)
+        return NO_DELAY if probe is None else pause
+
+    def held(self) -> float:
+        """Seconds to sleep before another round makes sense; none if there is no reason to."""
+        return min(LOOK_EVERY, self._circuits.remaining(self._destination))
+
+    def _pause(self, failures: int) -> timedelta:
+        growing = min(LONGEST, SHORTEST * 2.0 ** min(failures, 10))
+        return timedelta(seconds=growing * (1 + JITTER * (2 * self._chance() - 1)))
+
+    async def _give_up(self, passage: Passage) -> None:
+        """Let another relay probe at once; if not even that can be written, the lease of the probe runs out."""
+        if passage.probe is not None:
+            with suppress(Exception):
+                await self._store.open_circuit(self._destination, NO_DELAY, "a probe was given up", probe=passage.probe)

@@ -1,0 +1,156 @@
+"""Relays: what a process runs to hand messages on and to clean up, made from the settings."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from outbox.core.binding import Binding
+from outbox.core.events import Advised, Bound, Observer
+from outbox.core.store import Store
+from outbox.core.transport import Awaited, Takers, Transport
+from outbox.outbound.circuit import Breaker, Circuits
+from outbox.outbound.cleanup import Cleanup
+from outbox.outbound.publishing import SIDE_BY_SIDE, Publisher
+from outbox.outbound.relay import Relay, Round
+from outbox.outbound.routing import NOBODY, Router
+from outbox.settings import Settings
+from outbox.transports.database import DatabaseTransport
+from outbox.transports.routes import Routes
+
+CLEAN_UP_EVERY = 10  # poll intervals
+
+
+class Relays:
+    """Makes them for one outbox."""
+
+    def __init__(self, store: Store, settings: Settings, observe: Observer) -> None:
+        self._store = store
+        self._settings = settings
+        self._observe = observe
+
+    def of(self, transport: Transport, relay: bool, *, routes: bool = True) -> list[Relay]:
+        """Those of a process: all clean up; a relay hands on, and so does whoever routes to queues of the database."""
+        look = self._settings.seconds_between_looks
+        relays = [self._relay(self.cleanup(), asyncio.sleep, look * CLEAN_UP_EVERY, "cleanup")]
+        if isinstance(transport, DatabaseTransport) and routes:
+            relays.append(self._routing(transport))
+        elif isinstance(transport, Routes) and relay:
+            relays.append(self._routing(NOBODY))
+            circuits = Circuits(self._store)
+            relays += [self._publishing(each.transport, circuits, each.name) for each in transport.routes]
+        elif relay:
+            relays.append(self._publishing(transport, Circuits(self._store)))
+        return relays
+
+    def rounds(self, transport: Transport) -> list[Round]:
+        """The same work for whoever does it round by round, and shares nothing with others."""
+        if isinstance(transport, DatabaseTransport):
+            return [self.cleanup(), self._router(transport)]
+        if isinstance(transport, Routes):
+            publishers = [self._publisher(each.transport, None, each.name) for each in transport.routes]
+            return [self.cleanup(), self._router(NOBODY), *publishers]
+        return [self.cleanup(), self._publisher(transport)]
+
+    async def bind(self, routes: Routes) -> None:
+        """Ask for what the routes are to get. What others asked for before stays, and is told."""
+        bindings = [binding for route in routes.routes for binding in route.bindings]
+        await self._store.bind(bindings)
+        for binding in bindings:
+            self._observe(Bound(binding))
+        for queue, keys in _further(await self._store.bindings(), bindings).items():
+            self._observe(
+                Advised(
+                    "relay",
+                    f"{queue} gets copies of {', '.join(keys)}, and no route of this relay says so. If nobody else "
+                    f"serves them, run: outbox queues remove {queue}",
+                )
+            )
+
+    def cleanup(self) -> Cleanup:
+        return Cleanup(
+            self._store,
+            clean_up_after=self._settings.clean_up_after,
+            inbox_retention=self._settings.inbox_retention,
+            observe=self._observe,
+        )
+
+    def _routing(self, takers: Takers) -> Relay:
+        router = self._router(takers)
+        return self._relay(router, router.wait, self._settings.seconds_between_looks, "relay")
+
+    def _router(self, takers: Takers) -> Router:
+        return Router(
+            self._store,
+            takers,
+            batch_size=self._settings.batch_size,
+            patience=self._settings.seconds_between_looks,
+            unroutable=self._settings.unroutable,
+            observe=self._observe,
+        )
+
+    def _publishing(self, transport: Transport, circuits: Circuits, destination: str | None = None) -> Relay:
+        breaker = self._breaker(circuits, destination) if transport.features.shares_outages else None
+        publisher = self._publisher(transport, breaker, destination)
+        return self._relay(
+            publisher,
+            publisher.wait,
+            self._settings.seconds_between_looks,
+            "relay" if destination is None else f"relay to {destination}",
+            back=transport.back if isinstance(transport, Awaited) else None,
+            side_by_side=SIDE_BY_SIDE,
+        )
+
+    def _breaker(self, circuits: Circuits, destination: str | None) -> Breaker:
+        return Breaker(
+            self._store,
+            circuits,
+            destination,
+            batch_size=self._settings.batch_size,
+            lease=self._settings.duration("lease"),
+            observe=self._observe,
+        )
+
+    def _publisher(
+        self, transport: Transport, breaker: Breaker | None = None, destination: str | None = None
+    ) -> Publisher:
+        return Publisher(
+            self._store,
+            transport,
+            batch_size=self._settings.batch_size,
+            lease=self._settings.duration("lease"),
+            retry_policy=self._settings.policy("relay_retry_delays"),
+            observe=self._observe,
+            destination=destination,
+            breaker=breaker,
+        )
+
+    def _relay(
+        self,
+        work: Round,
+        wait: Callable[[float], Awaitable[None]],
+        longest: float,
+        name: str,
+        *,
+        back: Callable[[], Awaitable[None]] | None = None,
+        side_by_side: int = 1,
+    ) -> Relay:
+        return Relay(
+            work,
+            wait=wait,
+            poll_interval=longest,
+            observe=self._observe,
+            name=name,
+            back=back,
+            restart_delay=self._settings.restart_delay,
+            side_by_side=side_by_side,
+        )
+
+
+def _further(found: list[Binding], ours: list[Binding]) -> dict[str, list[str]]:
+    """Binding keys by queue that are in the table and in no route."""
+    further: dict[str, list[str]] = {}
+    for binding in found:
+        if binding not in ours:
+            further.setdefault(binding.queue, []).append(binding.binding_key)
+    return further

@@ -1,0 +1,128 @@
+"""Servers that go away, hang and come back, over real connections: who waits, who does not, and what it costs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from outbox import Outbox
+from outbox.core.events import CircuitClosed, CircuitOpened
+from outbox.core.store import CircuitState
+from outbox.outbound import circuit
+from outbox.transports.http import HttpTransport
+from tests.conftest import MakeOutbox
+from tests.http_sink import HttpSink, by_type, hang, reset, status
+from tests.seeds.observing import Recorder, eventually
+
+
+@pytest.fixture
+async def sink() -> AsyncIterator[HttpSink]:
+    async with HttpSink() as sink:
+        yield sink
+
+
+@pytest.fixture
+async def other() -> AsyncIterator[HttpSink]:
+    async with HttpSink() as sink:
+        yield sink
+
+
+@pytest.fixture(autouse=True)
+def quicker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(circuit, "SHORTEST", 0.1)
+    monkeypatch.setattr(circuit, "LONGEST", 0.8)
+
+
+async def emit(outbox: Outbox, count: int, routing_key: str = "order.created", **options: Any) -> list[str]:
+    async with outbox.transaction() as session:
+        return [message.id for message in await outbox.emit_many(session, routing_key, range(count), **options)]
+
+
+async def empty(outbox: Outbox) -> bool:
+    return not await outbox.messages()
+
+
+@pytest.mark.parametrize("how", ["refused", "reset", "hanging"])
+async def test_an_outage_burns_nothing_and_everything_arrives_when_it_is_over(
+    make_outbox: MakeOutbox, sink: HttpSink, how: str
+) -> None:
+    recorder = Recorder()
+    transport = HttpTransport(sink.url, timeout=0.3)
+    options = {"transport": transport, "relay_retry_delays": (), "observers": [recorder], "batch_size": 20}
+    first, second = make_outbox(**options), make_outbox(**options | {"transport": HttpTransport(sink.url, timeout=0.3)})
+    if how == "refused":
+        await sink.stop()
+    else:
+        sink.behave(reset() if how == "reset" else hang())
+    async with first.running(relay=True), second.running(relay=True):
+        sent = await emit(first, 60)
+        await recorder.wait_for(CircuitOpened, 5)
+        assert {(each.attempt_count, each.crash_count) for each in await first.messages()} == {(0, 0)}
+        [found] = (await first.backlog()).circuits
+        assert (found.destination, found.state is CircuitState.CLOSED) == (None, False)
+        assert found.error.startswith("http confirmed nothing of ")
+        before = len(sink.requests)
+        sink.behave(status(200))
+        if how == "refused":
+            await sink.start()
+        await eventually(lambda: empty(first))
+    assert set(sink.ids[before:]) >= set(sent)
+    assert recorder.of(CircuitClosed)
+    assert (await first.backlog()).dead == 0
+
+
+async def test_of_two_routes_one_server_is_away_and_the_other_gets_everything(
+    make_outbox: MakeOutbox, sink: HttpSink, other: HttpSink
+) -> None:
+    routes = {"order.*": f"{sink.url}/orders?token=secret", "#": f"{other.url}/all"}
+    outbox = make_outbox(routes=routes, batch_size=10)
+    await sink.stop()
+    async with outbox.running(relay=True):
+        sent = await emit(outbox, 50)
+        await other.until(50)
+        await eventually(lambda: _none_left(outbox, f"{other.url}/all"))
+        backlog = await outbox.backlog()
+        assert {queue.queue: queue.delivered for queue in backlog.queues} == {
+            f"{sink.url}/orders": 50,
+            f"{other.url}/all": 0,
+        }
+        [found] = backlog.circuits
+        assert (found.destination, found.state is CircuitState.CLOSED) == (f"{sink.url}/orders", False)
+        await sink.start()
+        await eventually(lambda: empty(outbox))
+    assert sorted(sink.ids) == sorted(other.ids) == sorted(sent)
+    assert {request.path for request in sink.requests} == {"/orders?token=secret"}
+
+
+async def _none_left(outbox: Outbox, queue: str) -> bool:
+    return not await outbox.messages(queue=queue)
+
+
+async def test_one_message_that_hangs_its_server_does_not_stop_the_others(
+    make_outbox: MakeOutbox, sink: HttpSink
+) -> None:
+    sink.behave(by_type({"order.hanging": hang()}))
+    outbox = make_outbox(transport=HttpTransport(sink.url, timeout=0.3), relay_retry_delays=(60,))
+    async with outbox.running(relay=True):
+        await emit(outbox, 1, "order.hanging")
+        await sink.until(1)
+        sent = await emit(outbox, 20)
+        await eventually(lambda: set(sink.ids) >= set(sent))
+
+
+async def test_what_expires_while_a_server_is_away_is_dead(make_outbox: MakeOutbox, sink: HttpSink) -> None:
+    await sink.stop()
+    recorder = Recorder()
+    outbox = make_outbox(transport=sink.url, observers=[recorder], poll_interval=0.05)
+    async with outbox.running(relay=True):
+        await emit(outbox, 3, expiration=0.5)
+        await recorder.wait_for(CircuitOpened)
+        await eventually(lambda: _dead(outbox, {"expired": 3}))
+
+
+async def _dead(outbox: Outbox, reasons: dict[str, int]) -> bool:
+    await asyncio.sleep(0.02)
+    return dict((await outbox.backlog()).dead_by_reason) == reasons
