@@ -111,6 +111,7 @@ ABOVE_THE_DRIVERS = frozenset(
         "test_doctor",
         "test_http",
         "test_http_outages",
+        "test_http_app",
         "test_lanes",
         "test_on_error",
         "test_processes",

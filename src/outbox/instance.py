@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from sqlalchemy import MetaData
@@ -30,6 +30,9 @@ from outbox.inbound.calling import SESSION_TIME_LIMIT, Call
 from outbox.inbound.conflicts import Conflicts
 from outbox.inbound.failing import Failing
 from outbox.inbound.handling import Handling
+from outbox.inbound.http.app import HttpApp
+from outbox.inbound.http.intake import Intake
+from outbox.inbound.http.terms import REQUIRED, AnySecrets, Required, Terms
 from outbox.inbound.inbox import Inbox, Memory
 from outbox.inbound.receiving import Receiver, Unwanted
 from outbox.inbound.storing import Sources, Storing, as_storage, stored_first
@@ -119,13 +122,14 @@ class Outbox:
     def _on_database(self) -> bool:
         return not self.settings.routes and self.settings.transport in (None, DatabaseTransport.name)
 
-    def _database_transport(self) -> DatabaseTransport:
+    def _database_transport(self, *, binds: bool = True) -> DatabaseTransport:
         settings = self.settings
         return DatabaseTransport(
             self.store,
             lease=settings.duration("lease"),
             poll_interval=settings.seconds_between_looks,
             observe=self._observe,
+            binds=binds,
         )
 
     @cached_property
@@ -314,15 +318,55 @@ class Outbox:
             finally:
                 await self._close_after_last()
 
-    @asynccontextmanager
-    async def running(
+    def running(
         self, *, relay: bool = False, listeners: Sequence[Listener] = (), store_first: bool = False
-    ) -> AsyncIterator[None]:
+    ) -> AbstractAsyncContextManager[None]:
         """Relay and worker in the background of this block, without signal handlers: for ASGI lifespans."""
+        return self._in_background(relay=relay, listeners=listeners, store_first=store_first)
+
+    def http_app(
+        self,
+        listeners: Sequence[Listener],
+        *,
+        secrets: AnySecrets | Required | None = REQUIRED,
+        max_request_size: int | None = None,
+        most_at_once: int = 100,
+        timeout: Seconds = 15,
+    ) -> HttpApp:
+        """An ASGI application that stores CloudEvents and signed webhooks for listeners, and answers when it has.
+
+        Its lifespan is a worker that handles what was stored; a mounted one has `async with app.running():` instead.
+        Whoever has no `secrets` and wants none says so with None. A request has at most `max_request_size` bytes (twice
+        `max_body_size` and 256 KiB unless it is set), and `timeout` to arrive, and to be stored.
+        """
+        check_listeners(listeners)
+        self.engines.asynchronous  # noqa: B018 - what cannot work is said here, not at the first request
+        settings = self.settings
+        terms = Terms.of(secrets, max_request_size, most_at_once, timeout, max_body_size=settings.max_body_size)
+        intake = Intake(
+            listeners,
+            terms,
+            lambda: self.store,
+            self._memory,
+            unroutable=settings.unroutable,
+            batch_size=settings.batch_size,
+            observe=self._observe,
+        )
+        working = partial(self._working_off, listeners)
+        return HttpApp(intake, terms.most_at_once, working, self._close_after_last, self._observe)
+
+    def _working_off(self, listeners: Sequence[Listener]) -> AbstractAsyncContextManager[None]:
+        """Serve what was stored for listeners, whatever the transport for what is emitted here."""
+        if self._on_database:
+            return self._in_background(listeners=listeners)
+        apart = self._database_transport(binds=False)
+        return self._in_background(listeners=listeners, transport=apart, leftovers=True)
+
+    @asynccontextmanager
+    async def _in_background(self, **work: Any) -> AsyncIterator[None]:
         shutdown = Shutdown()
         ready = asyncio.Event()
-        working = self.run(shutdown, relay=relay, listeners=listeners, store_first=store_first, ready=ready)
-        task = asyncio.create_task(working, name="outbox")
+        task = asyncio.create_task(self.run(shutdown, ready=ready, **work), name="outbox")
         waiting = asyncio.create_task(ready.wait())
         try:
             await asyncio.wait([task, waiting], return_when=asyncio.FIRST_COMPLETED)
@@ -342,19 +386,21 @@ class Outbox:
         listeners: Sequence[Listener] = (),
         leftovers: bool = False,
         store_first: bool = False,
+        transport: Transport | None = None,
         ready: asyncio.Event | None = None,
     ) -> int:
         """What relay, worker and running share: open, work until the shutdown, close.
 
         With `leftovers` a worker serves what lies in its transport's queues and routes nothing, so the table may belong
-        to another transport by now.
+        to another transport by now. Unless another `transport` is given, it is the configured one.
         """
         if listeners or not relay:
             check_listeners(listeners)
         if store_first:
             listeners = [stored_first(listener) for listener in listeners]
         # A transport that holds deliveries is closed with the run that holds them, not with another one beside it.
-        transport = self._database_transport() if self._on_database else self.transport
+        if transport is None:
+            transport = self._database_transport() if self._on_database else self.transport
         needs_store = relay or isinstance(transport, DatabaseTransport) or self.engines.configured
         async with AsyncExitStack() as stack:
             if needs_store:
