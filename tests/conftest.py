@@ -114,6 +114,7 @@ ABOVE_THE_DRIVERS = frozenset(
         "test_routing",
         "test_store_first",
         "test_testing",
+        "test_transactional",
         "test_worker",
     }
 )

@@ -53,6 +53,8 @@ cancel_timer_sync = outbox.cancel_timer_sync
 receive = outbox.receive
 receive_sync = outbox.receive_sync
 transaction = outbox.transaction
+transactional = outbox.transactional
+after_commit = outbox.after_commit
 message_relay = outbox.message_relay
 worker = outbox.worker
 running = outbox.running
@@ -101,6 +103,7 @@ __all__ = [
     "TransportMismatch",
     "TransportUnavailable",
     "Undecodable",
+    "after_commit",
     "backlog",
     "cancel_timer",
     "cancel_timer_sync",
@@ -121,6 +124,7 @@ __all__ = [
     "setup",
     "tracking",
     "transaction",
+    "transactional",
     "worker",
 ]
 

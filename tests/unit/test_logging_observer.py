@@ -18,6 +18,7 @@ from outbox.core.events import (
     Emitted,
     Event,
     Handled,
+    HookFailed,
     LeaseWasLost,
     Received,
     Relayed,
@@ -110,6 +111,9 @@ CASES: list[Any] = [
     pytest.param(Started("worker", "transport database"), logging.INFO, ["worker", "database"], id="started"),
     pytest.param(Stopped("relay"), logging.INFO, ["relay", "stopped"], id="stopped"),
     pytest.param(Stopped("worker", 2), logging.WARNING, ["stopped", "2", "abandoned"], id="abandoned"),
+    pytest.param(
+        HookFailed("send_mail", OSError("no paper")), logging.ERROR, ["send_mail", "OSError", "no paper"], id="hook"
+    ),
     pytest.param(Advised("topology", "delete it\nsoon"), logging.WARNING, ["topology", "delete it"], id="advised"),
     pytest.param(
         Troubled("relay", ConnectionError("away"), timedelta(seconds=2)),

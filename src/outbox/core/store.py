@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 from uuid import UUID
 
 from sqlalchemy import URL, Connection, Engine, Executable
@@ -19,6 +19,8 @@ from outbox.core.diagnosis import Claimable, Examination
 from outbox.core.durations import Retention
 from outbox.core.errors import TransactionError
 from outbox.core.message import Message, Schedule
+
+AnyEngine = TypeVar("AnyEngine", AsyncEngine, Engine)
 
 Rows = list[dict[str, Any]]
 
@@ -193,7 +195,7 @@ class StoreClass(Protocol):
         """The same for threads; ConfigurationError where the database cannot be shared with them."""
         ...
 
-    def safe_engine(self, given: AsyncEngine) -> AsyncEngine:
+    def safe_engine(self, given: AnyEngine) -> AnyEngine:
         """The given engine if its transactions are safe by themselves, otherwise a sibling whose are."""
         ...
 

@@ -46,7 +46,18 @@ from outbox.core.diagnosis import Claimable, Examination, Finding
 from outbox.core.durations import Retention
 from outbox.core.errors import TablesMissing, TransactionError, causes
 from outbox.core.message import Message, Schedule
-from outbox.core.store import Backlog, Difference, Lease, Receipt, Reception, Routing, Rows, StoredMessage, Wanted
+from outbox.core.store import (
+    AnyEngine,
+    Backlog,
+    Difference,
+    Lease,
+    Receipt,
+    Reception,
+    Routing,
+    Rows,
+    StoredMessage,
+    Wanted,
+)
 from outbox.stores import examination, looks
 from outbox.stores.claims import BURIAL, SettleStatements, SqlClaim
 from outbox.stores.dead_letters import SqlDeadLetters
@@ -95,7 +106,7 @@ class SqlStore(Spelling):
         return {}
 
     @classmethod
-    def safe_engine(cls, given: AsyncEngine) -> AsyncEngine:
+    def safe_engine(cls, given: AnyEngine) -> AnyEngine:
         return given
 
     def __init__(self, tables: Tables, clean_up_after: Retention) -> None:

@@ -41,7 +41,7 @@ from sqlalchemy.types import TypeEngine
 from outbox.core.diagnosis import Examination, Finding
 from outbox.core.durations import Retention
 from outbox.core.errors import ConfigurationError, SnapshotConflict, TablesMissing, TransactionError
-from outbox.core.store import Difference, Rows
+from outbox.core.store import AnyEngine, Difference, Rows
 from outbox.stores import sqlite_examination
 from outbox.stores.sql import SqlStore
 from outbox.stores.sqlite_check import SqliteCheck
@@ -82,8 +82,10 @@ class SqliteStore(SqlStore):
         return engine
 
     @classmethod
-    def safe_engine(cls, given: AsyncEngine) -> AsyncEngine:
-        return given if in_memory(given.url) else cls.make_engine(given.url)
+    def safe_engine(cls, given: AnyEngine) -> AnyEngine:
+        if in_memory(given.url):
+            return given
+        return cls.make_engine(given.url) if isinstance(given, AsyncEngine) else cls.make_sync_engine(given.url)
 
     def __init__(self, tables: Tables, engine: AsyncEngine | None, clean_up_after: Retention) -> None:
         super().__init__(tables, clean_up_after)
@@ -262,7 +264,10 @@ class _Turn:
     async def __aenter__(self) -> None:
         task = asyncio.current_task()
         if self._holder is not None and self._holder is task:
-            raise TransactionError("a transaction is open in this task already: SQLite lets no second one write")
+            raise TransactionError(
+                "a transaction is open in this task already, and SQLite lets no second one write: pass its session on, "
+                "and use `session.begin_nested()` for a part"
+            )
         await self._lock.acquire()
         self._holder = task
 
