@@ -69,7 +69,9 @@ class SqliteStore(SqlStore):
     @classmethod
     def make_engine(cls, url: URL) -> AsyncEngine:
         engine = super().make_engine(url)
-        if not in_memory(url):
+        if in_memory(url):
+            event.listen(engine.sync_engine, "savepoint", _begin_first)
+        else:
             prepare(engine)
         return engine
 
@@ -397,6 +399,13 @@ def _let_go(connection: Any, record: object, error: BaseException | None) -> Non
 def _begin(connection: Connection) -> None:
     reading = connection.get_execution_options().get(_READING, False)
     connection.exec_driver_sql("BEGIN" if reading else "BEGIN IMMEDIATE")
+
+
+def _begin_first(connection: Connection, name: str) -> None:
+    """The driver begins with the first statement that writes; a savepoint before that would commit by its release."""
+    driver: Any = connection.connection.driver_connection
+    if not driver.in_transaction:
+        connection.exec_driver_sql("BEGIN")
 
 
 async def _busy_timeout(engine: AsyncEngine) -> int:
