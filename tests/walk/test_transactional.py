@@ -213,6 +213,27 @@ async def test_what_a_call_inside_has_done_is_taken_back_with_everything_else(sh
     assert await shop.kept()
 
 
+async def test_a_call_inside_never_commits_alone_in_memory_either() -> None:
+    outbox = Outbox(db_engine_url="sqlite://", observers=[])
+
+    @outbox.transactional
+    async def inner(session: AsyncSession) -> None:
+        await outbox.emit(session, "order.placed", 1)
+
+    @outbox.transactional
+    async def outer(session: AsyncSession, fails: bool) -> None:
+        await inner()  # the first statement of the transaction is a savepoint
+        if fails:
+            raise Failure
+
+    with pytest.raises(Failure):
+        await outer(fails=True)
+    assert await outbox.messages() == []
+    await outer(fails=False)
+    assert len(await outbox.messages()) == 1
+    await outbox.close()
+
+
 async def test_a_call_inside_a_call_inside_is_a_savepoint_of_a_savepoint(shop: Shop) -> None:
     @shop.outbox.transactional
     async def inner(session: AsyncSession) -> None:
@@ -250,6 +271,13 @@ async def test_plain_functions_nest_as_well(shop: Shop) -> None:
 
     await asyncio.to_thread(place_both)
     assert await shop.kept(1)
+
+
+async def test_a_plain_function_inside_an_awaiting_one_is_refused_with_advice(shop: Shop) -> None:
+    async with shop.outbox.transaction():
+        with pytest.raises(TransactionError, match=r"write_now.*make it `async def`"):
+            shop.place_now(1)
+    assert await shop.kept()
 
 
 async def test_a_call_with_a_session_joins_its_transaction(shop: Shop, own_engine: AsyncEngine) -> None:

@@ -17,7 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session
 from sqlalchemy.orm import Session, scoped_session
 
 from outbox.core.callables import hide_session, is_async, is_kind, plain
-from outbox.core.errors import ConfigurationError
+from outbox.core.errors import ConfigurationError, TransactionError
 
 Result = TypeVar("Result")
 AnySessionType = TypeVar("AnySessionType", AsyncSession, Session)
@@ -81,6 +81,11 @@ def _blocking(
     def run(*args: Any, **kwargs: Any) -> Any:
         if place.is_taken(args, kwargs):
             return function(*args, **kwargs)
+        if _around(owner, AsyncSession) is not None:
+            raise TransactionError(
+                f"{function.__qualname__} is a plain function, and cannot share the transaction that this task has "
+                "open: make it `async def`, or call it outside of that"
+            )
         around = _around(owner, Session)
         if around is None:
             with begin() as session:
