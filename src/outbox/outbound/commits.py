@@ -45,7 +45,10 @@ class Commits:
         self._committed: list[Hook] = []
 
     def waiting(self, transaction: SessionTransaction) -> Waiting:
-        return self._waiting.setdefault(transaction, Waiting())
+        found = self._waiting.get(transaction)
+        if found is None:
+            found = self._waiting[transaction] = Waiting()
+        return found
 
     def committed(self, transaction: SessionTransaction) -> None:
         waiting = self._waiting.pop(transaction, None)
@@ -121,15 +124,15 @@ def after_commit(session: Session | Connection, action: Action) -> None:
 
 @event.listens_for(Session, "after_commit")
 def _session_committed(session: Session) -> None:
-    commits, transaction = session.info.get(_KEY), _innermost(session)
-    if commits is not None and transaction is not None:
+    commits = session.info.get(_KEY)
+    if commits is not None and (transaction := _innermost(session)) is not None:
         commits.committed(transaction)
 
 
 @event.listens_for(Session, "after_rollback")
 def _session_rolled_back(session: Session) -> None:
-    commits, transaction = session.info.get(_KEY), _innermost(session)
-    if commits is not None and transaction is not None:
+    commits = session.info.get(_KEY)
+    if commits is not None and (transaction := _innermost(session)) is not None:
         commits.rolled_back(transaction)
 
 
