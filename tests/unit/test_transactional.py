@@ -49,6 +49,17 @@ def test_the_session_is_found_by_its_annotation_and_hidden_from_others(function:
     assert (wrapped.__name__, wrapped.__module__) == (function.__name__, __name__)
 
 
+class Handler:
+    async def __call__(self, number: int, session: AsyncSession) -> int: ...
+
+
+def test_whatever_can_be_called_can_be_transactional() -> None:
+    for function in (Handler(), functools.partial(by_name), functools.partial(last)):
+        wrapped = outbox.transactional(function)
+        assert list(inspect.signature(wrapped).parameters) == ["number"]
+        assert inspect.iscoroutinefunction(wrapped)
+
+
 async def no_session(number: int) -> None: ...
 async def not_annotated(session) -> None: ...  # type: ignore[no-untyped-def]
 async def two(one: AsyncSession, other: AsyncSession) -> None: ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import warnings
 from collections.abc import AsyncIterator
@@ -430,18 +431,19 @@ def test_a_web_framework_does_not_see_the_session(database_url: str, table_name:
 async def test_hooks_run_in_their_order_when_nothing_is_held_any_more(shop: Shop) -> None:
     told: list[str] = []
 
-    async def tell() -> None:
-        await shop.place(2)  # on SQLite nobody could, while the transaction lasts
-        told.append("async")
+    async def tell(number: int) -> None:
+        await shop.place(number)  # on SQLite nobody could, while the transaction lasts
+        told.append(f"async {number}")
 
     async with shop.outbox.transaction() as session:
         await shop.write(1, session)
         shop.outbox.after_commit(session, lambda: told.append("first"))
-        shop.outbox.after_commit(session, tell)
-        shop.outbox.after_commit(session, lambda: tell())
+        shop.outbox.after_commit(session, functools.partial(tell, 2))
+        shop.outbox.after_commit(session, lambda: tell(3))
         shop.outbox.after_commit(session, lambda: told.append("last"))
         assert told == []
-    assert told == ["first", "async", "last"]
+    assert told == ["first", "async 2", "async 3", "last"]
+    assert await shop.kept(1, 2, 3)
 
 
 async def test_a_hook_that_fails_is_told_and_stops_nobody(make_outbox: MakeOutbox) -> None:

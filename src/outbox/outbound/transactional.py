@@ -7,7 +7,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from inspect import Parameter
 from typing import Any, TypeVar
@@ -83,7 +83,7 @@ def _blocking(
             return function(*args, **kwargs)
         if _around(owner, AsyncSession) is not None:
             raise TransactionError(
-                f"{function.__qualname__} is a plain function, and cannot share the transaction that this task has "
+                f"{_name(function)} is a plain function, and cannot share the transaction that this task has "
                 "open: make it `async def`, or call it outside of that"
             )
         around = _around(owner, Session)
@@ -108,7 +108,7 @@ class Place:
     @classmethod
     def of(cls, function: Callable[..., Any]) -> Place:
         """Find the parameter that is annotated with a session; what cannot work is refused."""
-        name = getattr(function, "__qualname__", repr(function))
+        name = _name(function)
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
             raise ConfigurationError(f"{name}: a generator outlives its transaction; use `async with transaction()`")
         signature = _resolved(function)
@@ -154,15 +154,14 @@ _SESSIONS = (AsyncSession, Session, async_scoped_session, scoped_session)
 
 def _resolved(function: Callable[..., Any]) -> inspect.Signature:
     """A function's signature, with annotations that are strings replaced by what they mean, if that is known yet."""
-    names = inspect.unwrap(function).__globals__
+    with suppress(Exception):  # one of them may be defined further down, and then it is no session
+        return inspect.signature(function, eval_str=True)
+    names = getattr(inspect.unwrap(function), "__globals__", {})
 
     def meaning(annotation: Any) -> Any:
-        if not isinstance(annotation, str):
-            return annotation
-        try:
+        with suppress(Exception):
             return eval(annotation, names)  # noqa: S307 - it is the code of whoever wrote the function
-        except Exception:  # noqa: BLE001 - it may be defined further down, and then it is no session
-            return annotation
+        return annotation
 
     signature = inspect.signature(function)
     parameters = [each.replace(annotation=meaning(each.annotation)) for each in signature.parameters.values()]
@@ -174,6 +173,10 @@ def _session_kind(annotation: Any) -> type[AsyncSession] | type[Session] | None:
         if is_kind(plain(annotation), kind):
             return kind
     return None
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
 
 
 def _around(owner: object, kind: type[AnySessionType]) -> AnySessionType | None:
