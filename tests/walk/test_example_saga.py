@@ -80,11 +80,10 @@ def test_an_order_goes_from_step_to_step_and_back_if_one_is_refused(ordering: Sa
 
 def test_no_order_is_lost_or_done_twice_although_the_program_is_killed(ordering: Saga) -> None:
     process = ordering.start(str(ORDERS))
-    for _ in range(ORDERS):
+    for _ in range(ORDERS // 3):
         assert line_of(process)
     process.kill()  # in the middle of many sagas
     process.communicate()
-    assert ordering.rows("SELECT 1 FROM orders WHERE status = 'placed'")
 
     ordering.run("0")
     ended = dict(ordering.rows("SELECT status, count(*) FROM orders GROUP BY status"))
