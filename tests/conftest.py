@@ -122,6 +122,7 @@ ABOVE_THE_DRIVERS = frozenset(
         "test_routing",
         "test_store_first",
         "test_testing",
+        "test_transactional",
         "test_worker",
     }
 )

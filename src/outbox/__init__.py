@@ -57,6 +57,8 @@ cancel_timer_sync = outbox.cancel_timer_sync
 receive = outbox.receive
 receive_sync = outbox.receive_sync
 transaction = outbox.transaction
+transactional = outbox.transactional
+after_commit = outbox.after_commit
 message_relay = outbox.message_relay
 worker = outbox.worker
 running = outbox.running
@@ -110,6 +112,7 @@ __all__ = [
     "TransportUnavailable",
     "Undecodable",
     "UrlRefused",
+    "after_commit",
     "backlog",
     "cancel_timer",
     "cancel_timer_sync",
@@ -131,6 +134,7 @@ __all__ = [
     "setup",
     "tracking",
     "transaction",
+    "transactional",
     "worker",
 ]
 

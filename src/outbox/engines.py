@@ -63,7 +63,10 @@ class Engines:
 
     @cached_property
     def synchronous(self) -> Engine:
-        """An engine for listeners that are plain functions and ask for a Session."""
+        """An engine for plain functions that ask for a Session."""
+        given = self._settings.db_engine
+        if isinstance(given, Engine):
+            return store_class(given.dialect.name).safe_engine(given)
         url = sync_url(self.asynchronous.url)
         return store_class(url.get_backend_name()).make_sync_engine(url)
 
@@ -77,6 +80,10 @@ class Engines:
     def session(self, **options: Any) -> AsyncSession:
         """A session of our own making, safe on SQLite too."""
         return AsyncSession(self._safe, expire_on_commit=False, **options)
+
+    def plain_session(self) -> Session:
+        """The same for plain functions."""
+        return Session(self.synchronous, expire_on_commit=False)
 
     @cached_property
     def _safe(self) -> AsyncEngine:
@@ -121,7 +128,7 @@ class Engines:
         made = {self.__dict__[name] for name in ("asynchronous", "_safe") if name in self.__dict__}
         for engine in made - {self._settings.db_engine}:
             await engine.dispose()
-        if "synchronous" in self.__dict__:
+        if "synchronous" in self.__dict__ and self.synchronous is not self._settings.db_engine:
             self.synchronous.dispose()
         while self._elsewhere:
             await self._elsewhere.popitem()[1].dispose()
@@ -140,7 +147,7 @@ class ListenerSessions:
         return self._engines.session(close_resets_only=False)  # whoever still has it then is too late
 
     def synchronous(self, message: Message) -> Session:
-        return Session(self._engines.synchronous, expire_on_commit=False)
+        return self._engines.plain_session()
 
     def turn(self) -> AbstractAsyncContextManager[None]:
         return self._store.turn()

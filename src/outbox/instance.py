@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from datetime import timedelta
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, TypeVar
 
 from sqlalchemy import MetaData
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -44,12 +44,16 @@ from outbox.observers.logging import LoggingObserver
 from outbox.outbound.callers import at_once, awaited
 from outbox.outbound.connections import AnySession, PlainSession
 from outbox.outbound.emitter import Emitter, Key
+from outbox.outbound.hooks import Callback, HookedSession, after_commit, hooks_of
+from outbox.outbound.transactional import opened, transactional
 from outbox.relays import Relays
 from outbox.settings import Settings
 from outbox.shutdown import Shutdown, on_signals
 from outbox.stores.tables import Tables
 from outbox.transports.database import DatabaseTransport
 from outbox.transports.routes import Routes
+
+Result = TypeVar("Result")
 
 LAST_WORDS = 8.0  # seconds that a relay has which did not end within the grace; a silent database takes most of it
 
@@ -293,8 +297,31 @@ class Outbox:
     @asynccontextmanager
     async def transaction(self) -> AsyncIterator[AsyncSession]:
         """A session of the outbox's own engine, begun: commits at the end, rolls back on an exception."""
-        async with self.store.turn(for_caller=True), self.engines.session() as session, session.begin():
+        session = self.engines.session()
+        async with hooks_of(session), self.store.turn(for_caller=True), session, session.begin():
+            with opened(self, session):
+                yield session
+
+    @contextmanager
+    def _transaction_sync(self) -> Iterator[Session]:
+        with self.engines.plain_session() as session, session.begin(), opened(self, session):
             yield session
+
+    def transactional(self, function: Callable[..., Result]) -> Callable[..., Result]:
+        """A decorator: the argument annotated AsyncSession or Session is one in a transaction, as of `transaction()`.
+
+        Returning commits, any exception rolls back. Called inside another transaction of the same outbox, by the same
+        task or thread, the function runs in a savepoint of it; called with a session, in the caller's own transaction.
+        """
+        return transactional(function, self, self.transaction, self._transaction_sync)
+
+    def after_commit(self, session: HookedSession, callback: Callback) -> None:
+        """Call a function when the session's transaction has committed; never if it, or the savepoint, rolls back.
+
+        It may be async in a session of `transaction()` or `transactional`. It runs at most once, and what it raises
+        goes to the observers: what must happen is a message.
+        """
+        after_commit(session, callback, self._observe)
 
     # Working.
 

@@ -20,6 +20,7 @@ from outbox.core.events import (
     Emitted,
     Event,
     Handled,
+    HookFailed,
     LeaseWasLost,
     Received,
     Relayed,
@@ -119,6 +120,9 @@ CASES: list[Any] = [
         id="circuit opened",
     ),
     pytest.param(CircuitClosed(None), logging.INFO, ["the destination", "answers again"], id="circuit closed"),
+    pytest.param(
+        HookFailed("send_mail", OSError("no paper")), logging.ERROR, ["send_mail", "OSError", "no paper"], id="hook"
+    ),
     pytest.param(Advised("topology", "delete it\nsoon"), logging.WARNING, ["topology", "delete it"], id="advised"),
     pytest.param(
         Troubled("relay", ConnectionError("away"), timedelta(seconds=2)),

@@ -77,6 +77,8 @@ def test_the_functions_of_the_package_belong_to_its_one_instance() -> None:
         *twins,
         "setup",
         "transaction",
+        "transactional",
+        "after_commit",
         "message_relay",
         "worker",
         "running",

@@ -1,11 +1,14 @@
-"""Callables: what kind of function somebody gave us."""
+"""Callables: what kind of function somebody gave us, and what it asks for."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from types import MethodType, NoneType, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
+
+_HIDDEN = "__outbox_session__"
 
 
 def is_async(function: Callable[..., Any]) -> bool:
@@ -13,3 +16,34 @@ def is_async(function: Callable[..., Any]) -> bool:
     while isinstance(function, functools.partial):
         function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def plain(annotation: Any) -> Any:
+    """An annotation without its Annotated and its `| None`."""
+    if get_origin(annotation) is Annotated:
+        return plain(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        others = [each for each in get_args(annotation) if each is not NoneType]
+        return plain(others[0]) if len(others) == 1 else annotation
+    return annotation
+
+
+def is_kind(annotation: object, kind: type) -> bool:
+    """Whether an annotation is this class or one made from it."""
+    return isinstance(annotation, type) and issubclass(annotation, kind)
+
+
+def hide_session(function: Callable[..., Any], signature: inspect.Signature) -> None:
+    """Show a function without the session that it can be called with, or do without."""
+    function.__signature__ = signature  # type: ignore[attr-defined]
+    setattr(function, _HIDDEN, True)
+
+
+def with_session(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function whose signature tells of the session, where that was hidden."""
+    if isinstance(function, functools.partial):
+        return functools.partial(with_session(function.func), *function.args, **function.keywords)
+    if isinstance(function, MethodType):
+        return MethodType(with_session(function.__func__), function.__self__)
+    behind: Callable[..., Any] = inspect.unwrap(function, stop=lambda each: not hasattr(each, _HIDDEN))
+    return behind

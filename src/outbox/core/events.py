@@ -144,6 +144,14 @@ class Stopped:
 
 
 @dataclass(frozen=True, slots=True)
+class HookFailed:
+    """What was to be done after a commit failed. The commit stands, and nobody tries again."""
+
+    what: str
+    error: BaseException
+
+
+@dataclass(frozen=True, slots=True)
 class Advised:
     """Something works, and would be safer if it were otherwise."""
 
@@ -176,6 +184,7 @@ Event = (
     | CleanedUp
     | Started
     | Stopped
+    | HookFailed
     | Advised
     | Troubled
 )

@@ -7,7 +7,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from enum import StrEnum
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 from uuid import UUID
 
 from sqlalchemy import URL, Connection, Engine, Executable
@@ -20,6 +20,8 @@ from outbox.core.diagnosis import Claimable, Examination
 from outbox.core.durations import NO_DELAY, Retention
 from outbox.core.errors import TransactionError
 from outbox.core.message import Message, Schedule
+
+AnyEngine = TypeVar("AnyEngine", AsyncEngine, Engine)
 
 Rows = list[dict[str, Any]]
 
@@ -215,7 +217,7 @@ class StoreClass(Protocol):
         """The same for threads; ConfigurationError where the database cannot be shared with them."""
         ...
 
-    def safe_engine(self, given: AsyncEngine) -> AsyncEngine:
+    def safe_engine(self, given: AnyEngine) -> AnyEngine:
         """The given engine if its transactions are safe by themselves, otherwise a sibling whose are."""
         ...
 

@@ -6,14 +6,13 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from inspect import Parameter
-from types import NoneType, UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Any
 
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
 from outbox.core.body import Decoder, decoder
-from outbox.core.callables import is_async
+from outbox.core.callables import is_async, is_kind, plain, with_session
 from outbox.core.errors import ConfigurationError
 from outbox.core.listener import Listener
 from outbox.core.message import Message
@@ -126,7 +125,7 @@ def _body(listener: Listener, others: list[Parameter]) -> Parameter:
 def parameters(listener: Listener) -> list[Parameter]:
     """The arguments of a callback, without those that take any number."""
     try:
-        found = inspect.signature(listener.callback, eval_str=True).parameters
+        found = inspect.signature(with_session(listener.callback), eval_str=True).parameters
         return [parameter for parameter in found.values() if parameter.kind in _POSITIONAL]
     except NameError as error:
         raise ConfigurationError(
@@ -136,18 +135,3 @@ def parameters(listener: Listener) -> list[Parameter]:
         raise ConfigurationError(f"{listener.queue}: an annotation cannot be resolved ({error})") from error
     except (TypeError, ValueError) as error:
         raise ConfigurationError(f"{listener.queue}: the callback has no signature to read: {error}") from error
-
-
-def plain(annotation: Any) -> Any:
-    """An annotation without its Annotated and its `| None`."""
-    if get_origin(annotation) is Annotated:
-        return plain(get_args(annotation)[0])
-    if get_origin(annotation) in (Union, UnionType):
-        others = [each for each in get_args(annotation) if each is not NoneType]
-        return plain(others[0]) if len(others) == 1 else annotation
-    return annotation
-
-
-def is_kind(annotation: object, kind: type) -> bool:
-    """Whether an annotation is this class or one made from it."""
-    return isinstance(annotation, type) and issubclass(annotation, kind)

@@ -12,12 +12,12 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
 from outbox.core.body import Decoder, decoder
-from outbox.core.callables import is_async
+from outbox.core.callables import is_async, is_kind, plain
 from outbox.core.errors import ConfigurationError
 from outbox.core.listener import Listener
 from outbox.core.message import Message
 from outbox.core.transport import Delivery
-from outbox.inbound.arguments import called, check_kind, is_kind, parameters, plain
+from outbox.inbound.arguments import called, check_kind, parameters
 from outbox.inbound.batches import Part, Together
 
 Filler = Callable[[Together], Any]

@@ -16,6 +16,7 @@ from outbox.core.events import (
     Emitted,
     Event,
     Handled,
+    HookFailed,
     LeaseWasLost,
     Received,
     Relayed,
@@ -95,6 +96,8 @@ class LoggingObserver:
                     logger.warning("%s stopped, %d listeners did not end in time and were abandoned", what, abandoned)
                 else:
                     logger.info("%s stopped", what)
+            case HookFailed(what, error):
+                logger.error("%s failed after the commit, which stands: %s", what, _words(error))
             case Advised(where, advice):
                 logger.warning("%s: %s", where, _first_line(advice))
             case Troubled(where, error, pause):

@@ -118,6 +118,17 @@ def at_once(session: object, work: Callable[..., Result], *arguments: object) ->
     return _run(kind, session, work, arguments)
 
 
+def plain_session(session: object) -> Session:
+    """SQLAlchemy's plain session behind the one that a caller has."""
+    transaction = _kind(session).open(session)
+    if isinstance(transaction, SessionTransaction) and isinstance(transaction.session, Session):
+        return transaction.session
+    raise TransactionError(
+        f"{_name(session)} tells nobody of its commit: pass the AsyncSession or Session that holds the transaction, or "
+        "do it behind the commit"
+    )
+
+
 def _run(kind: Kind, session: object, work: Callable[..., Result], arguments: tuple[object, ...]) -> Result:
     return work(kind.open(session), *arguments)
 

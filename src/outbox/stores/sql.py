@@ -47,6 +47,7 @@ from outbox.core.durations import Retention
 from outbox.core.errors import TablesMissing, TransactionError, causes
 from outbox.core.message import Message, Schedule
 from outbox.core.store import (
+    AnyEngine,
     Backlog,
     Circuit,
     Difference,
@@ -106,7 +107,7 @@ class SqlStore(Spelling):
         return {}
 
     @classmethod
-    def safe_engine(cls, given: AsyncEngine) -> AsyncEngine:
+    def safe_engine(cls, given: AnyEngine) -> AnyEngine:
         return given
 
     def __init__(self, tables: Tables, clean_up_after: Retention) -> None:

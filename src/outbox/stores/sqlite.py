@@ -41,7 +41,7 @@ from sqlalchemy.types import TypeEngine
 from outbox.core.diagnosis import Examination, Finding
 from outbox.core.durations import Retention
 from outbox.core.errors import ConfigurationError, SnapshotConflict, TablesMissing, TransactionError
-from outbox.core.store import Difference, Rows
+from outbox.core.store import AnyEngine, Difference, Rows
 from outbox.stores import sqlite_examination
 from outbox.stores.sql import SqlStore
 from outbox.stores.sqlite_check import SqliteCheck
@@ -69,7 +69,9 @@ class SqliteStore(SqlStore):
     @classmethod
     def make_engine(cls, url: URL) -> AsyncEngine:
         engine = super().make_engine(url)
-        if not in_memory(url):
+        if in_memory(url):
+            event.listen(engine.sync_engine, "savepoint", _begin_first)
+        else:
             prepare(engine)
         return engine
 
@@ -82,8 +84,10 @@ class SqliteStore(SqlStore):
         return engine
 
     @classmethod
-    def safe_engine(cls, given: AsyncEngine) -> AsyncEngine:
-        return given if in_memory(given.url) else cls.make_engine(given.url)
+    def safe_engine(cls, given: AnyEngine) -> AnyEngine:
+        if in_memory(given.url):
+            return given
+        return cls.make_engine(given.url) if isinstance(given, AsyncEngine) else cls.make_sync_engine(given.url)
 
     def __init__(self, tables: Tables, engine: AsyncEngine | None, clean_up_after: Retention) -> None:
         super().__init__(tables, clean_up_after)
@@ -262,7 +266,10 @@ class _Turn:
     async def __aenter__(self) -> None:
         task = asyncio.current_task()
         if self._holder is not None and self._holder is task:
-            raise TransactionError("a transaction is open in this task already: SQLite lets no second one write")
+            raise TransactionError(
+                "a transaction is open in this task already, and SQLite lets no second one write: pass its session on, "
+                "and use `session.begin_nested()` for a part"
+            )
         await self._lock.acquire()
         self._holder = task
 
@@ -392,6 +399,13 @@ def _let_go(connection: Any, record: object, error: BaseException | None) -> Non
 def _begin(connection: Connection) -> None:
     reading = connection.get_execution_options().get(_READING, False)
     connection.exec_driver_sql("BEGIN" if reading else "BEGIN IMMEDIATE")
+
+
+def _begin_first(connection: Connection, name: str) -> None:
+    """The driver begins with the first statement that writes; a savepoint before that would commit by its release."""
+    driver: Any = connection.connection.driver_connection
+    if not driver.in_transaction:
+        connection.exec_driver_sql("BEGIN")
 
 
 async def _busy_timeout(engine: AsyncEngine) -> int:
