@@ -27,6 +27,7 @@ def ask(
     *,
     makes_file: bool = False,
     needs_tables: bool = True,
+    loop: Callable[[], asyncio.AbstractEventLoop] | None = None,
 ) -> Answer:
     """Ask, let go of the connections, and answer; Failure where the database cannot be reached."""
     needs_tables = needs_tables and not makes_file
@@ -42,7 +43,8 @@ def ask(
     if not makes_file:
         _check_file(outbox)
     try:
-        return asyncio.run(asking())
+        with asyncio.Runner(loop_factory=loop) as runner:
+            return runner.run(asking())
     except BrokenPipeError:
         raise
     except (SQLAlchemyError, OSError) as error:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from outbox.cli.asking import ask
@@ -37,7 +38,17 @@ def serve(
             elif await outbox.run(shutdown, listeners=listeners, leftovers=leftovers, store_first=store_first):
                 _leave(ExitCode.FORCED if shutdown.forced.is_set() else ExitCode.ABANDONED)
 
-    ask(outbox, working, makes_file=True)
+    ask(outbox, working, makes_file=True, loop=_quick_loop())
+
+
+def _quick_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop's, where it is installed."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    make: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return make
 
 
 def _leave(code: ExitCode) -> NoReturn:
