@@ -60,6 +60,7 @@ transaction = outbox.transaction
 message_relay = outbox.message_relay
 worker = outbox.worker
 running = outbox.running
+http_app = outbox.http_app
 backlog = outbox.backlog
 create_tables = outbox.create_tables
 check_tables = outbox.check_tables
@@ -120,6 +121,7 @@ __all__ = [
     "emit_many_sync",
     "emit_sync",
     "get_tracking_ids",
+    "http_app",
     "listen",
     "message_relay",
     "outbox",

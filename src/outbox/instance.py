@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from sqlalchemy import MetaData
@@ -16,7 +16,7 @@ from sqlalchemy.orm import Session
 from outbox.adapters import store_class, transport_for
 from outbox.core.binding import Binding
 from outbox.core.dead_letter import AllDeadLetters, DeadLetters
-from outbox.core.durations import Eta, Seconds
+from outbox.core.durations import Eta, Seconds, as_lifetime, configured
 from outbox.core.errors import ConfigurationError, TransportMismatch
 from outbox.core.events import Bound, Started, Stopped
 from outbox.core.listener import Listener, check_listeners
@@ -30,6 +30,8 @@ from outbox.inbound.calling import SESSION_TIME_LIMIT, Call
 from outbox.inbound.conflicts import Conflicts
 from outbox.inbound.failing import Failing
 from outbox.inbound.handling import Handling
+from outbox.inbound.http.app import HttpApp
+from outbox.inbound.http.intake import REQUIRED, AnySecrets, Intake, Required, chosen, largest_request, limit
 from outbox.inbound.inbox import Inbox, Memory
 from outbox.inbound.receiving import Receiver, Unwanted
 from outbox.inbound.storing import Sources, Storing, as_storage, stored_first
@@ -317,15 +319,55 @@ class Outbox:
             finally:
                 await self._close_after_last()
 
-    @asynccontextmanager
-    async def running(
+    def running(
         self, *, relay: bool = False, listeners: Sequence[Listener] = (), store_first: bool = False
-    ) -> AsyncIterator[None]:
+    ) -> AbstractAsyncContextManager[None]:
         """Relay and worker in the background of this block, without signal handlers: for ASGI lifespans."""
+        return self._in_background(relay=relay, listeners=listeners, store_first=store_first)
+
+    def http_app(
+        self,
+        listeners: Sequence[Listener],
+        *,
+        secrets: AnySecrets | None | Required = REQUIRED,
+        max_request_size: int | None = None,
+        most_at_once: int = 100,
+        timeout: Seconds = 15,
+    ) -> HttpApp:
+        """An ASGI application that stores CloudEvents and signed webhooks for listeners, and answers when it has.
+
+        Its lifespan is a worker that handles what was stored; a mounted one has `async with app.running():` instead.
+        Whoever has no `secrets` and wants none says so with None. A request has at most `max_request_size` bytes (twice
+        `max_body_size` and 256 KiB unless it is set), and `timeout` to arrive, and to be stored.
+        """
+        check_listeners(listeners)
+        self.engines.asynchronous  # noqa: B018 - what cannot work is said here, not at the first request
+        settings = self.settings
+        intake = Intake(
+            listeners,
+            chosen(secrets),
+            lambda: self.store,
+            memory=self._memory,
+            unroutable=settings.unroutable,
+            max_body_size=settings.max_body_size,
+            max_request_size=(
+                largest_request(settings.max_body_size)
+                if max_request_size is None
+                else limit("max_request_size", max_request_size)
+            ),
+            batch_size=settings.batch_size,
+            timeout=configured(as_lifetime, timeout, what="timeout").total_seconds(),
+            observe=self._observe,
+        )
+        working = partial(self._in_background, listeners=listeners, from_database=True)
+        most = limit("most_at_once", most_at_once)
+        return HttpApp(intake, working, self._close_after_last, most_at_once=most, observe=self._observe)
+
+    @asynccontextmanager
+    async def _in_background(self, **work: Any) -> AsyncIterator[None]:
         shutdown = Shutdown()
         ready = asyncio.Event()
-        working = self.run(shutdown, relay=relay, listeners=listeners, store_first=store_first, ready=ready)
-        task = asyncio.create_task(working, name="outbox")
+        task = asyncio.create_task(self.run(shutdown, ready=ready, **work), name="outbox")
         waiting = asyncio.create_task(ready.wait())
         try:
             await asyncio.wait([task, waiting], return_when=asyncio.FIRST_COMPLETED)
@@ -345,19 +387,21 @@ class Outbox:
         listeners: Sequence[Listener] = (),
         leftovers: bool = False,
         store_first: bool = False,
+        from_database: bool = False,
         ready: asyncio.Event | None = None,
     ) -> int:
         """What relay, worker and running share: open, work until the shutdown, close.
 
         With `leftovers` a worker serves what lies in its transport's queues and routes nothing, so the table may belong
-        to another transport by now.
+        to another transport by now. With `from_database` it serves the queues of the database, whatever the transport.
         """
         if listeners or not relay:
             check_listeners(listeners)
         if store_first:
             listeners = [stored_first(listener) for listener in listeners]
         # A transport that holds deliveries is closed with the run that holds them, not with another one beside it.
-        transport = self._database_transport() if self._on_database else self.transport
+        transport = self._database_transport() if self._on_database or from_database else self.transport
+        leftovers = leftovers or (from_database and not self._on_database)
         needs_store = relay or isinstance(transport, DatabaseTransport) or self.engines.configured
         async with AsyncExitStack() as stack:
             if needs_store:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import sys
 from functools import cache
 from pathlib import Path
@@ -73,6 +74,7 @@ def die_around(owner: Any, name: str, moment: str) -> None:
 
 def arm() -> None:
     """Put the moments in place at which this process may die."""
+    from outbox.inbound.http.gathering import Gathering
     from outbox.inbound.storing import Storing
     from outbox.stores.claims import SqlClaim
     from outbox.stores.receiving import SqlReceiving
@@ -85,6 +87,7 @@ def arm() -> None:
     die_around(SqlRouting, "_send_to", "routing")
     die_around(SqlReceiving, "_keep", "the storing statements")
     die_around(Storing, "_settle", "acknowledging")
+    die_around(Gathering, "_tell", "answering")
     if "SHOP_CLAIMS_NOTHING" in os.environ:
         DatabaseDeliveries._claim = never  # type: ignore[method-assign]
 
@@ -107,6 +110,19 @@ async def produce(first: int, count: int, batch: int) -> None:
     await outbox.close()
 
 
+async def serve() -> None:
+    """Take orders over HTTP on some port, which the file named by SHOP_PORT tells."""
+    import uvicorn
+
+    app = outbox.http_app([ledger], secrets=None)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        told = Path(os.environ["SHOP_PORT"])
+        unfinished = told.with_suffix(".new")
+        unfinished.write_text(str(listening.getsockname()[1]))
+        unfinished.rename(told)
+        await uvicorn.Server(uvicorn.Config(app, ws="none", lifespan="on")).serve([listening])
+
+
 async def main(command: str, *arguments: str) -> None:
     arm()
     if command == "tables":
@@ -120,6 +136,8 @@ async def main(command: str, *arguments: str) -> None:
         served = [listener for listener in (ledger, journal) if not arguments or listener.queue in arguments]
         await outbox.worker(served, store_first="SHOP_STORES_FIRST" in os.environ)
         await outbox.close()
+    elif command == "serve":
+        await serve()
     elif command == "relay":
         await outbox.message_relay()
         await outbox.close()

@@ -1,0 +1,1 @@
+"""HTTP: what others send is stored first, answered then, and handled from the database."""

@@ -1,0 +1,93 @@
+"""HttpApp: an ASGI application that answers when what it was sent is stored, and works it off."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+
+from outbox.core.events import Advised, Observer
+from outbox.inbound.http.answer import ACCEPTED, Answer, Declined, Receive, Scope, Send, not_now
+from outbox.inbound.http.intake import Intake
+from outbox.inbound.http.request import SenderGone
+
+AGAIN = 1  # seconds after which a sender may try again what came while too many others did
+
+_NOBODY_WORKS = (
+    "nothing in this process handles what it stores: a mounted application has no lifespan of its own, so write "
+    "`async with app.running():` in that of yours, or let a worker serve its queues"
+)
+
+
+class HttpApp:
+    """Takes CloudEvents and webhooks. Its lifespan is a worker; where it has none, `running` is."""
+
+    def __init__(
+        self,
+        intake: Intake,
+        working: Callable[[], AbstractAsyncContextManager[None]],
+        close: Callable[[], Awaitable[None]],
+        *,
+        most_at_once: int,
+        observe: Observer,
+    ) -> None:
+        self._intake = intake
+        self._working = working
+        self._close = close
+        self._most_at_once = most_at_once
+        self._observe = observe
+        self._under_way = 0  # requests
+        self._advised = False  # that nobody works, unless somebody does
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        match scope["type"]:
+            case "http":
+                await self._serve(scope, receive, send)
+            case "lifespan":
+                await self._live(receive, send)
+            case "websocket":
+                await send({"type": "websocket.close"})
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Handle what was stored, in the background of this block: where nobody gives the application a lifespan."""
+        self._advised = True
+        async with self._working():
+            yield
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._under_way += 1
+        try:
+            answer = await self._answer(scope, receive)
+        except SenderGone:
+            return
+        finally:
+            self._under_way -= 1
+        await answer.send(send)
+
+    async def _answer(self, scope: Scope, receive: Receive) -> Answer:
+        try:
+            if self._under_way > self._most_at_once:
+                raise not_now(f"{self._most_at_once} requests are under way already", AGAIN)
+            await self._intake.take(scope, receive)
+        except Declined as declined:
+            return declined.answer
+        if not self._advised:
+            self._advised = True
+            self._observe(Advised("http_app", _NOBODY_WORKS))
+        return ACCEPTED
+
+    async def _live(self, receive: Receive, send: Send) -> None:
+        await receive()
+        step = "startup"
+        try:
+            try:
+                async with self.running():
+                    await send({"type": "lifespan.startup.complete"})
+                    step = "shutdown"
+                    await receive()
+            finally:
+                await self._close()
+        except Exception as error:  # noqa: BLE001 - the server says it, and ends
+            await send({"type": f"lifespan.{step}.failed", "message": f"{type(error).__name__}: {error}"})
+        else:
+            await send({"type": "lifespan.shutdown.complete"})
