@@ -109,6 +109,7 @@ ABOVE_THE_DRIVERS = frozenset(
         "test_command_line",
         "test_doctor",
         "test_http",
+        "test_http_app",
         "test_lanes",
         "test_on_error",
         "test_processes",

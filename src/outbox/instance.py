@@ -124,13 +124,14 @@ class Outbox:
     def _on_database(self) -> bool:
         return self.settings.transport in (None, DatabaseTransport.name)
 
-    def _database_transport(self) -> DatabaseTransport:
+    def _database_transport(self, *, binds: bool = True) -> DatabaseTransport:
         settings = self.settings
         return DatabaseTransport(
             self.store,
             lease=settings.duration("lease"),
             poll_interval=settings.seconds_between_looks,
             observe=self._observe,
+            binds=binds,
         )
 
     @cached_property
@@ -329,7 +330,7 @@ class Outbox:
         self,
         listeners: Sequence[Listener],
         *,
-        secrets: AnySecrets | None | Required = REQUIRED,
+        secrets: AnySecrets | Required | None = REQUIRED,
         max_request_size: int | None = None,
         most_at_once: int = 100,
         timeout: Seconds = 15,
@@ -359,9 +360,16 @@ class Outbox:
             timeout=configured(as_lifetime, timeout, what="timeout").total_seconds(),
             observe=self._observe,
         )
-        working = partial(self._in_background, listeners=listeners, from_database=True)
+        working = partial(self._working_off, listeners)
         most = limit("most_at_once", most_at_once)
         return HttpApp(intake, working, self._close_after_last, most_at_once=most, observe=self._observe)
+
+    def _working_off(self, listeners: Sequence[Listener]) -> AbstractAsyncContextManager[None]:
+        """Serve what was stored for listeners, whatever the transport for what is emitted here."""
+        if self._on_database:
+            return self._in_background(listeners=listeners)
+        apart = self._database_transport(binds=False)
+        return self._in_background(listeners=listeners, transport=apart, leftovers=True)
 
     @asynccontextmanager
     async def _in_background(self, **work: Any) -> AsyncIterator[None]:
@@ -387,21 +395,21 @@ class Outbox:
         listeners: Sequence[Listener] = (),
         leftovers: bool = False,
         store_first: bool = False,
-        from_database: bool = False,
+        transport: Transport | None = None,
         ready: asyncio.Event | None = None,
     ) -> int:
         """What relay, worker and running share: open, work until the shutdown, close.
 
         With `leftovers` a worker serves what lies in its transport's queues and routes nothing, so the table may belong
-        to another transport by now. With `from_database` it serves the queues of the database, whatever the transport.
+        to another transport by now. Unless another `transport` is given, it is the configured one.
         """
         if listeners or not relay:
             check_listeners(listeners)
         if store_first:
             listeners = [stored_first(listener) for listener in listeners]
         # A transport that holds deliveries is closed with the run that holds them, not with another one beside it.
-        transport = self._database_transport() if self._on_database or from_database else self.transport
-        leftovers = leftovers or (from_database and not self._on_database)
+        if transport is None:
+            transport = self._database_transport() if self._on_database else self.transport
         needs_store = relay or isinstance(transport, DatabaseTransport) or self.engines.configured
         async with AsyncExitStack() as stack:
             if needs_store:

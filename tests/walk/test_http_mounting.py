@@ -87,7 +87,7 @@ async def test_it_is_mounted_in_fastapi(outbox: Outbox, listener: Listener, arri
 
 
 async def view(request: HttpRequest) -> HttpResponse:
-    return HttpResponse("the shop")
+    return HttpResponse("the shop", headers={"content-length": "8"})
 
 
 urlpatterns = [path("", view)]

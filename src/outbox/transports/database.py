@@ -37,8 +37,17 @@ class DatabaseTransport:
     name = "database"
     features = Features(completes_in_transaction=True)
 
-    def __init__(self, store: Store, *, lease: timedelta, poll_interval: float, observe: Observer) -> None:
+    def __init__(
+        self,
+        store: Store,
+        *,
+        lease: timedelta,
+        poll_interval: float,
+        observe: Observer,
+        binds: bool = True,  # its queues, so that what is emitted here is routed to them
+    ) -> None:
         self._store = store
+        self._binds = binds
         self._observe = observe
         self._lease = lease
         self._poll_interval = poll_interval
@@ -70,7 +79,8 @@ class DatabaseTransport:
         return Published(frozenset(destinations) - frozenset(refused), refused)
 
     async def declare(self, listeners: Sequence[Listener]) -> None:
-        await self._store.bind([listener.binding for listener in listeners])
+        if self._binds:
+            await self._store.bind([listener.binding for listener in listeners])
 
     def consume(self, listener: Listener, prefetch: int) -> DatabaseDeliveries:
         lease = listener.lease_time or self._lease

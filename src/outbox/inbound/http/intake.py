@@ -21,7 +21,6 @@ from outbox.inbound.http.reading import as_messages
 from outbox.inbound.http.request import Request, read
 from outbox.inbound.inbox import Memory
 
-
 AnySecrets = Secrets | str | bytes | Iterable[str | bytes]
 
 
@@ -34,7 +33,7 @@ class Required(Enum):
 REQUIRED: Final = Required.REQUIRED
 
 
-def chosen(secrets: AnySecrets | None | Required) -> Secrets | None:
+def chosen(secrets: AnySecrets | Required | None) -> Secrets | None:
     """The secrets that were given; none only if somebody said so."""
     if isinstance(secrets, Required):
         raise ConfigurationError(

@@ -54,7 +54,7 @@ def _of_webhook(request: Request, id: str | None) -> Message:
     if not content_type.partition(";")[0].strip().lower().endswith(("/json", "+json")):
         raise Declined(415, f"a webhook's body is JSON: content-type {named(content_type)} is not taken")
     return Message(
-        routing_key=request.path or _type(request.body),
+        routing_key=_routing_key(request),
         body=request.body,
         content_type=content_type,
         headers={ID: id, **{name: request.headers[name] for name in _TRACED if name in request.headers}},
@@ -62,11 +62,13 @@ def _of_webhook(request: Request, id: str | None) -> Message:
     )
 
 
-def _type(body: bytes) -> str:
+def _routing_key(request: Request) -> str:
     try:
-        document = json.loads(body)
+        document = json.loads(request.body)
     except (ValueError, RecursionError):
         raise Declined(400, "the body is no JSON") from None
+    if request.path:
+        return request.path
     kind = document.get("type") if isinstance(document, dict) else None
     if not isinstance(kind, str) or not kind:
         raise Declined(400, "no routing key: the body has no `type`; add one, or put the key at the end of the path")

@@ -1,0 +1,113 @@
+"""Requests as messages: ids that tell senders apart, and paths wherever the application is mounted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outbox.inbound.http.answer import Declined
+from outbox.inbound.http.intake import largest_request
+from outbox.inbound.http.reading import as_messages, inbox_id
+from outbox.inbound.http.request import Request, read
+
+TEXTS = st.text(max_size=20)
+
+
+def test_an_id_is_the_same_in_every_version() -> None:
+    """An entry that was made yesterday must be found today: whoever changes this makes copies new."""
+    assert inbox_id("event", "/shop", "1") == "d9e8acf12bdc448ce96034a968d1d68c3d19593f9b4d2b36e4626c53eb79e5db"
+    assert inbox_id("webhook", "/", "msg_1") == "9df5a7c822042885eecbc351f9a47e7cd0a10c77939f900c549e8f06b71c3806"
+
+
+@given(TEXTS, TEXTS, TEXTS, TEXTS)
+def test_two_senders_never_share_an_id(source: str, id: str, other_source: str, other_id: str) -> None:
+    is_same = (source, id) == (other_source, other_id)
+    assert (inbox_id("event", source, id) == inbox_id("event", other_source, other_id)) is is_same
+    assert inbox_id("event", source, id) != inbox_id("webhook", source, id)
+    assert len(inbox_id("event", source, id).encode()) <= 255
+
+
+@pytest.mark.parametrize("pair", [("ab", "c"), ("", "abc"), ("abc", ""), ('a","', "bc"), ("a\\", "bc"), ("\ud800", "")])
+def test_where_a_source_ends_is_not_a_matter_of_opinion(pair: tuple[str, str]) -> None:
+    assert inbox_id("event", *pair) != inbox_id("event", "a", "bc")
+
+
+async def request_to(path: str, root_path: str | None = None, **changes: Any) -> Request:
+    scope = {"type": "http", "method": "POST", "path": path, "headers": [], **changes}
+    if root_path is not None:
+        scope["root_path"] = root_path
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"{}"}
+
+    return await read(scope, receive, largest=100, within=60)
+
+
+@pytest.mark.parametrize(
+    ("path", "root_path", "endpoint", "below"),
+    [
+        ("/", None, "/", ""),
+        ("/", "", "/", ""),
+        ("/order.paid", "", "/order.paid", "order.paid"),
+        ("/order.paid/", "", "/order.paid/", "order.paid"),
+        ("/hooks", "/hooks", "/hooks", ""),
+        ("/hooks/", "/hooks", "/hooks/", ""),
+        ("/hooks/order.paid", "/hooks", "/hooks/order.paid", "order.paid"),
+        ("/hooks/order.paid", "/hooks/", "/hooks/order.paid", "order.paid"),
+        ("/order.paid", "/hooks", "/hooks/order.paid", "order.paid"),
+        ("/hooksmith", "/hooks", "/hooks/hooksmith", "hooksmith"),
+        ("/a/b", "", "/a/b", "a/b"),
+    ],
+)
+async def test_a_path_is_read_from_where_the_application_is_mounted(
+    path: str, root_path: str | None, endpoint: str, below: str
+) -> None:
+    request = await request_to(path, root_path)
+    assert (request.endpoint, request.path) == (endpoint, below)
+
+
+@pytest.mark.parametrize("name", [b"ce-id", b"Webhook-Id", b"content-type", b"Content-Length"])
+async def test_a_header_that_counts_is_there_once(name: bytes) -> None:
+    with pytest.raises(Declined, match="twice") as declined:
+        await request_to("/", headers=[(name, b"1"), (name.lower(), b"1")])
+    assert declined.value.answer.status == 400
+
+
+@pytest.mark.parametrize(
+    ("length", "status"), [("101", 413), ("9" * 5000, 413), ("", 400), ("-1", 400), ("\u0661", 400)]
+)
+async def test_a_length_is_believed_only_if_it_declines_the_request(length: str, status: int) -> None:
+    with pytest.raises(Declined) as declined:
+        await request_to("/", headers=[(b"content-length", length.encode())])
+    assert declined.value.answer.status == status
+    assert (await request_to("/", headers=[(b"content-length", b"1")])).body == b"{}", "what came is what counts"
+
+
+async def test_other_headers_may_be_repeated() -> None:
+    request = await request_to("/", headers=[(b"x-forwarded-for", b"a"), (b"X-Forwarded-For", b"b")])
+    assert request.headers["x-forwarded-for"] == "b"
+
+
+async def test_later_versions_of_http_are_not_told_to_close_their_connection() -> None:
+    async def receive() -> dict[str, Any]:
+        raise TimeoutError
+
+    for version, told in (("1.1", True), ("2", False), ("3", False)):
+        scope = {"method": "POST", "path": "/", "headers": [], "http_version": version}
+        with pytest.raises(Declined) as declined:
+            await read(scope, receive, largest=100, within=60)
+        assert ("connection" in declined.value.answer.headers) is told
+
+
+def test_the_trace_of_a_webhook_goes_on_with_its_message() -> None:
+    headers = {"content-type": "application/vnd.x+json; charset=utf-8", "traceparent": "00-a-b-01", "cookie": "secret"}
+    [message] = as_messages(Request("/k", "k", headers, b"{}"), "msg_1", 100)
+    assert message.headers == {"webhook-id": "msg_1", "traceparent": "00-a-b-01"}
+    assert message.content_type == headers["content-type"]
+
+
+def test_the_largest_message_fits_in_a_request() -> None:
+    assert largest_request(3_000) >= 3_000 * 4 / 3 + 64 * 1024
