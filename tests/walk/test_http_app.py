@@ -196,9 +196,12 @@ async def test_of_copies_that_come_at_once_to_several_processes_one_is_stored(
     assert sorted(each.message.tracking_ids[0] for each in await outboxes[2].messages()) == ["1", "2"]
 
 
-async def test_equal_ids_of_two_sources_are_two_messages(sender: Sender, arrivals: Arrivals) -> None:
+async def test_equal_ids_of_two_sources_are_two_messages(
+    sender: Sender, arrivals: Arrivals, recorder: Recorder
+) -> None:
     for source in ("/shop", "/warehouse", "/shop"):
         assert (await sender.post(*structured(source, source=source))).is_taken
+    assert [each.stored for each in recorder.of(Received)] == [1, 1, 0]
     assert {(await arrival(arrivals))[0], (await arrival(arrivals))[0]} == {"/shop", "/warehouse"}
     assert arrivals.empty()
 
