@@ -8,7 +8,7 @@ import signal
 import sys
 from dataclasses import replace
 
-from bench import claim, drain, emit, idle, inbox, latency, page, rabbitmq, snapshot, wakeup
+from bench import claim, drain, emit, idle, inbox, latency, page, rabbitmq, receiving, snapshot, wakeup
 from bench.database import database
 from bench.machine import machine
 from bench.report import Report, summary
@@ -23,6 +23,7 @@ PARTS = {
     "latency": latency.measure,
     "idle": idle.measure,
     "inbox": inbox.measure,
+    "receiving": receiving.measure,
     "rabbitmq-relay": rabbitmq.measure_relay,
     "rabbitmq-consume": rabbitmq.measure_consume,
     "rabbitmq-end-to-end": rabbitmq.measure_end_to_end,

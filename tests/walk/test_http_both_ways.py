@@ -1,4 +1,4 @@
-"""From one service's transaction over HTTP into the listeners of another one: posted by a relay, taken by http_app()."""
+"""From one service's transaction over HTTP into the listeners of another one: a relay posts, and http_app() takes."""
 
 from __future__ import annotations
 
@@ -71,7 +71,11 @@ async def test_a_message_arrives_as_it_was_emitted(
     async with serving(app) as sender, shop_to(sender, make_outbox, mode=mode) as (shop, _, _):
         async with shop.transaction() as session:
             sent = await shop.emit(
-                session, "order.created", {"name": "Köln"}, key="customer 7%", headers={"tenant": "acme", "X-Trace": "ä"}
+                session,
+                "order.created",
+                {"name": "Köln"},
+                key="customer 7%",
+                headers={"tenant": "acme", "X-Trace": "ä"},
             )
         assert sent is not None
         body, message = await arrival(arrivals)
