@@ -16,7 +16,7 @@ from sqlalchemy.orm import Session
 from outbox.adapters import store_class, transport_for
 from outbox.core.binding import Binding
 from outbox.core.dead_letter import AllDeadLetters, DeadLetters
-from outbox.core.durations import Eta, Seconds, as_lifetime, configured
+from outbox.core.durations import Eta, Seconds
 from outbox.core.errors import ConfigurationError, TransportMismatch
 from outbox.core.events import Bound, Started, Stopped
 from outbox.core.listener import Listener, check_listeners
@@ -31,7 +31,8 @@ from outbox.inbound.conflicts import Conflicts
 from outbox.inbound.failing import Failing
 from outbox.inbound.handling import Handling
 from outbox.inbound.http.app import HttpApp
-from outbox.inbound.http.intake import REQUIRED, AnySecrets, Intake, Required, chosen, largest_request, limit
+from outbox.inbound.http.intake import Intake
+from outbox.inbound.http.terms import REQUIRED, AnySecrets, Required, Terms
 from outbox.inbound.inbox import Inbox, Memory
 from outbox.inbound.receiving import Receiver, Unwanted
 from outbox.inbound.storing import Sources, Storing, as_storage, stored_first
@@ -344,25 +345,18 @@ class Outbox:
         check_listeners(listeners)
         self.engines.asynchronous  # noqa: B018 - what cannot work is said here, not at the first request
         settings = self.settings
+        terms = Terms.of(secrets, max_request_size, most_at_once, timeout, max_body_size=settings.max_body_size)
         intake = Intake(
             listeners,
-            chosen(secrets),
+            terms,
             lambda: self.store,
-            memory=self._memory,
+            self._memory,
             unroutable=settings.unroutable,
-            max_body_size=settings.max_body_size,
-            max_request_size=(
-                largest_request(settings.max_body_size)
-                if max_request_size is None
-                else limit("max_request_size", max_request_size)
-            ),
             batch_size=settings.batch_size,
-            timeout=configured(as_lifetime, timeout, what="timeout").total_seconds(),
             observe=self._observe,
         )
         working = partial(self._working_off, listeners)
-        most = limit("most_at_once", most_at_once)
-        return HttpApp(intake, working, self._close_after_last, most_at_once=most, observe=self._observe)
+        return HttpApp(intake, terms.most_at_once, working, self._close_after_last, self._observe)
 
     def _working_off(self, listeners: Sequence[Listener]) -> AbstractAsyncContextManager[None]:
         """Serve what was stored for listeners, whatever the transport for what is emitted here."""

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outbox.inbound.http.answer import Declined
-from outbox.inbound.http.intake import largest_request
 from outbox.inbound.http.reading import as_messages, inbox_id
 from outbox.inbound.http.request import Request, read
+from outbox.inbound.http.terms import largest_request
 
 TEXTS = st.text(max_size=20)
 

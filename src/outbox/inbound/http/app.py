@@ -24,16 +24,15 @@ class HttpApp:
     def __init__(
         self,
         intake: Intake,
+        most_at_once: int,
         working: Callable[[], AbstractAsyncContextManager[None]],
         close: Callable[[], Awaitable[None]],
-        *,
-        most_at_once: int,
         observe: Observer,
     ) -> None:
         self._intake = intake
+        self._most_at_once = most_at_once
         self._working = working
         self._close = close
-        self._most_at_once = most_at_once
         self._observe = observe
         self._under_way = 0  # requests
         self._advised = False  # that nobody works, unless somebody does

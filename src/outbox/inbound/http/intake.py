@@ -4,55 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from enum import Enum
-from typing import Final
+from collections.abc import Callable, Mapping, Sequence
 
 from outbox.core.binding import Bindings, first_match
-from outbox.core.errors import ConfigurationError, SignatureInvalid, named
+from outbox.core.errors import SignatureInvalid, named
 from outbox.core.events import Observer
 from outbox.core.listener import Listener
-from outbox.core.message import LARGEST_HEADERS, Message
+from outbox.core.message import Message
 from outbox.core.store import DISCARD, Store
-from outbox.core.webhooks import ID, Secrets, verify
+from outbox.core.webhooks import ID, verify
 from outbox.inbound.http.answer import Declined, Receive, Scope, not_now
 from outbox.inbound.http.gathering import AGAIN, Gathering
 from outbox.inbound.http.reading import as_messages
 from outbox.inbound.http.request import Request, read
+from outbox.inbound.http.terms import Terms
 from outbox.inbound.inbox import Memory
-
-AnySecrets = Secrets | str | bytes | Iterable[str | bytes]
-
-
-class Required(Enum):
-    """What stands where somebody has to decide."""
-
-    REQUIRED = "required"
-
-
-REQUIRED: Final = Required.REQUIRED
-
-
-def chosen(secrets: AnySecrets | Required | None) -> Secrets | None:
-    """The secrets that were given; none only if somebody said so."""
-    if isinstance(secrets, Required):
-        raise ConfigurationError(
-            "http_app() needs the secrets that its senders sign with: secrets='whsec_…', or several for a rotation; "
-            "secrets=None takes whatever anybody sends, for senders that are known by other means"
-        )
-    return None if secrets is None else Secrets.of(secrets)
-
-
-def largest_request(max_body_size: int) -> int:
-    """What a message of the largest size may come to as an event: in base64, with all the headers it may have."""
-    return 2 * max_body_size + 4 * LARGEST_HEADERS
-
-
-def limit(name: str, value: int) -> int:
-    """A number of something, given to http_app()."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigurationError(f"{name}={value!r}: a whole number, at least 1")
-    return value
 
 
 class Intake:
@@ -61,23 +27,17 @@ class Intake:
     def __init__(
         self,
         listeners: Sequence[Listener],
-        secrets: Secrets | None,
+        terms: Terms,
         store: Callable[[], Store],
-        *,
         memory: Memory,
+        *,
         unroutable: Mapping[str, str],
-        max_body_size: int,
-        max_request_size: int,
         batch_size: int,
-        timeout: float,
         observe: Observer,
     ) -> None:
-        self._secrets = secrets
+        self._terms = terms
         self._memory = memory
         self._unroutable = unroutable
-        self._max_body_size = max_body_size
-        self._max_request_size = max_request_size
-        self._timeout = timeout
         self._bindings = Bindings(listener.binding for listener in listeners)
         self._gatherings = {
             listener.queue: Gathering(store, listener.queue, batch_size=batch_size, observe=observe)
@@ -86,16 +46,18 @@ class Intake:
 
     async def take(self, scope: Scope, receive: Receive) -> None:
         """Returns when everything in the request is durable, or was before; raises Declined otherwise."""
-        request = await read(scope, receive, largest=self._max_request_size, within=self._timeout)
-        messages = as_messages(request, self._verified(request), self._max_body_size)
+        terms = self._terms
+        request = await read(scope, receive, largest=terms.max_request_size, within=terms.timeout)
+        messages = as_messages(request, self._verified(request), terms.max_body_size)
         await self._store(self._by_queue(messages))
 
     def _verified(self, request: Request) -> str | None:
         """The webhook's id, if it has one."""
-        if self._secrets is None:
+        secrets = self._terms.secrets
+        if secrets is None:
             return request.headers.get(ID)
         try:
-            return verify(self._secrets, request.headers, request.body, time.time())
+            return verify(secrets, request.headers, request.body, time.time())
         except SignatureInvalid as error:
             raise Declined(401, str(error)) from None
 
@@ -115,8 +77,9 @@ class Intake:
 
     async def _store(self, by_queue: Mapping[str, Sequence[Message]]) -> None:
         """Each queue in a transaction of its own. If one fails, all come again, and those of the others are known."""
+        timeout = self._terms.timeout
         try:
-            async with asyncio.timeout(self._timeout):
+            async with asyncio.timeout(timeout):
                 await asyncio.gather(*(self._gatherings[queue].add(each) for queue, each in by_queue.items()))
         except TimeoutError:
-            raise not_now(f"the database did not answer within {self._timeout:g} s", AGAIN) from None
+            raise not_now(f"the database did not answer within {timeout:g} s", AGAIN) from None

@@ -1,0 +1,75 @@
+"""Terms: what http_app() was told, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+from outbox.core.durations import Seconds, as_lifetime, configured
+from outbox.core.errors import ConfigurationError
+from outbox.core.message import LARGEST_HEADERS
+from outbox.core.webhooks import Secrets
+
+AnySecrets = Secrets | str | bytes | Iterable[str | bytes]
+
+
+class Required(Enum):
+    """What stands where somebody has to decide."""
+
+    REQUIRED = "required"
+
+
+REQUIRED: Final = Required.REQUIRED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """On which requests are taken."""
+
+    secrets: Secrets | None
+    max_body_size: int  # bytes of a message
+    max_request_size: int  # bytes of all that one request brings
+    most_at_once: int  # requests
+    timeout: float  # seconds for a request to arrive, and again for it to be stored
+
+    @classmethod
+    def of(
+        cls,
+        secrets: AnySecrets | Required | None,
+        max_request_size: int | None,
+        most_at_once: int,
+        timeout: Seconds,
+        *,
+        max_body_size: int,
+    ) -> Terms:
+        if max_request_size is None:
+            max_request_size = largest_request(max_body_size)
+        return cls(
+            secrets=_chosen(secrets),
+            max_body_size=max_body_size,
+            max_request_size=_count("max_request_size", max_request_size),
+            most_at_once=_count("most_at_once", most_at_once),
+            timeout=configured(as_lifetime, timeout, what="timeout").total_seconds(),
+        )
+
+
+def largest_request(max_body_size: int) -> int:
+    """What a message of the largest size may come to as an event: in base64, with all the headers it may have."""
+    return 2 * max_body_size + 4 * LARGEST_HEADERS
+
+
+def _chosen(secrets: AnySecrets | Required | None) -> Secrets | None:
+    if isinstance(secrets, Required):
+        raise ConfigurationError(
+            "http_app() needs the secrets that its senders sign with: secrets='whsec_…', or several for a rotation; "
+            "secrets=None takes whatever anybody sends, for senders that are known by other means"
+        )
+    return None if secrets is None else Secrets.of(secrets)
+
+
+def _count(name: str, value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigurationError(f"{name}={value!r}: a whole number, at least 1")
+    return value
