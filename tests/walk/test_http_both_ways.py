@@ -100,6 +100,19 @@ async def test_the_largest_body_fits(
     assert message.body == b"\xff" * 1024 * 1024
 
 
+async def test_what_is_too_large_for_the_receiver_is_a_dead_letter_of_its_sender(
+    make_outbox: MakeOutbox, warehouse: Outbox, listener: Listener, arrivals: Arrivals
+) -> None:
+    app = warehouse.http_app([listener], secrets=SECRET, max_request_size=100_000)
+    async with serving(app) as sender, shop_to(sender, make_outbox) as (shop, _, _):
+        async with shop.transaction() as session:
+            await shop.emit(session, "order.created", b"\xff" * 1024 * 1024)
+        [letter] = await eventually(lambda: shop.dead_letters.list())
+    assert (letter.reason, letter.attempt_count) == (Reason.REFUSED, 1)
+    assert "413" in letter.error
+    assert arrivals.empty()
+
+
 async def test_what_is_posted_twice_is_handled_once(
     make_outbox: MakeOutbox, warehouse: Outbox, listener: Listener, arrivals: Arrivals, recorder: Recorder
 ) -> None:
