@@ -20,7 +20,7 @@ from bench.report import Report, Target, at_least, at_most, number, spread
 from bench.settings import Settings
 from bench.turns import in_turns, ratios
 
-MESSAGES = 20_000
+MESSAGES = 60_000
 TELL_EVERY = 100
 WARM_UP = 1_000
 RATE = 500  # messages a second, for latency
