@@ -20,7 +20,7 @@ from bench.report import Report, Target, at_least, at_most, number, spread
 from bench.settings import Settings
 from bench.turns import in_turns, ratios
 
-MESSAGES = 20_000
+MESSAGES = 60_000
 TELL_EVERY = 100
 WARM_UP = 1_000
 RATE = 500  # messages a second, for latency
@@ -277,6 +277,5 @@ def to(these: list[Carried], those: list[Carried]) -> list[float]:
 
 
 def _processor_time(who: str, wanted: float, ones: list[Carried]) -> Target:
-    return at_most(
-        f"RabbitMQ {who}: processor time per message", wanted, [one.processor_time for one in ones], unit=" µs"
-    )
+    times = [one.processor_time for one in ones]
+    return at_most(f"RabbitMQ {who}: processor time per message", wanted, times, unit=" µs", aim=True)

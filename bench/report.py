@@ -52,9 +52,11 @@ def at_least(what: str, wanted: float, ratios: Sequence[float]) -> Target:
     return Target(what, f"≥ {number(wanted)}", number(measured), measured >= wanted)
 
 
-def at_most(what: str, wanted: float, values: Sequence[float], unit: str = "") -> Target:
+def at_most(what: str, wanted: float, values: Sequence[float], unit: str = "", *, aim: bool = False) -> Target:
+    """An aim is what would be better still."""
     measured = statistics.median(values)
-    return Target(what, f"≤ {number(wanted)}{unit}", f"{number(measured)}{unit}", measured <= wanted)
+    least = f"{'aim: ' if aim else ''}≤ {number(wanted)}{unit}"
+    return Target(what, least, f"{number(measured)}{unit}", measured <= wanted)
 
 
 def number(value: float) -> str:
