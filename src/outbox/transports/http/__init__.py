@@ -105,9 +105,9 @@ class HttpTransport:
         """Connections are made when they are needed, and kept for the next request."""
         self._opened += 1
         if self._opened == 1:
+            self._now = asyncio.get_running_loop().time
             self._slots = asyncio.Semaphore(self._concurrency)
             self._answered = float("-inf")  # when the destination last answered at all
-            self._now = asyncio.get_running_loop().time
             self._exchange = Exchange(self._place.url, self._headers, self._connector())
 
     async def close(self) -> None:
