@@ -8,7 +8,7 @@ import signal
 import sys
 from dataclasses import replace
 
-from bench import claim, drain, emit, idle, inbox, latency, page, rabbitmq, receiving, snapshot, wakeup
+from bench import claim, drain, emit, http_inbound, http_relay, idle, inbox, latency, page, rabbitmq, snapshot, wakeup
 from bench.database import database
 from bench.machine import machine
 from bench.report import Report, summary
@@ -23,7 +23,8 @@ PARTS = {
     "latency": latency.measure,
     "idle": idle.measure,
     "inbox": inbox.measure,
-    "receiving": receiving.measure,
+    "http-relay": http_relay.measure,
+    "http-inbound": http_inbound.measure,
     "rabbitmq-relay": rabbitmq.measure_relay,
     "rabbitmq-consume": rabbitmq.measure_consume,
     "rabbitmq-end-to-end": rabbitmq.measure_end_to_end,

@@ -6,7 +6,7 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from bench.database import Database
 from bench.processes import Program, program
@@ -23,6 +23,7 @@ class Contender:
     emitter: tuple[str, ...]
     table: str
     environment: Mapping[str, str] = field(default_factory=dict)
+    waiting: str = "true"  # of which rows that is so
 
     def working(self, *, tell_every: int, **further: str) -> AbstractAsyncContextManager[Program]:
         return program(self.worker, {**self.environment, "BENCH_TELL_EVERY": str(tell_every), **further})
@@ -37,7 +38,7 @@ class Contender:
     async def emptied(self, database: Database) -> None:
         """Wait until none of its messages waits any more."""
         async with database.connection() as connection:
-            while await connection.fetchval(f"SELECT EXISTS (SELECT FROM {self.table})"):
+            while await connection.fetchval(f"SELECT EXISTS (SELECT FROM {self.table} WHERE {self.waiting})"):
                 await asyncio.sleep(0.02)  # each look steps over all rows that are dead by now
 
     async def clear(self, database: Database) -> None:
@@ -76,6 +77,13 @@ def faststream_outbox(database: Database, python: str) -> Contender:
 
 def pgqueuer(database: Database, python: str) -> Contender:
     return _peer("pgqueuer", "pgqueuer", database, python)
+
+
+def edda(database: Database, python: str, sink: str) -> Contender:
+    contender = _peer("edda-framework", "edda", database, python)
+    environment = {**contender.environment, "BENCH_SINK": sink}
+    # Its rows stay.
+    return replace(contender, table="outbox_events", environment=environment, waiting="status <> 'published'")
 
 
 def _peer(name: str, module: str, database: Database, python: str) -> Contender:

@@ -1,4 +1,7 @@
-"""Posting: signed CloudEvents to a port of this machine. Told `port first count`, it says the seconds it took."""
+"""Posting: signed CloudEvents to a port of this machine, by bare aiohttp.
+
+Told `port first count`, it says the seconds and the processor time that it took.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import time
 from collections.abc import Iterator
 
 import aiohttp
+import uvloop
 
 from bench.programs.payload import body
 from outbox import Message
@@ -35,19 +39,19 @@ def requests(first: int, count: int) -> list[Posted]:
 async def post(session: aiohttp.ClientSession, url: str, left: Iterator[Posted]) -> None:
     for headers, event in left:
         async with session.post(url, headers=headers, data=event) as answer:
-            if answer.status != 202:
+            if not answer.ok:
                 raise RuntimeError(f"{answer.status} {await answer.text()}")
 
 
-async def posted(port: int, first: int, count: int) -> float:
+async def posted(port: int, first: int, count: int) -> tuple[float, float]:
     left = iter(requests(first, count))
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=CONCURRENCY)) as session:
-        began = time.monotonic()
+        began, processor_time = time.monotonic(), time.process_time()
         await asyncio.gather(*(post(session, f"http://127.0.0.1:{port}/", left) for _ in range(CONCURRENCY)))
-        return time.monotonic() - began
+        return time.monotonic() - began, time.process_time() - processor_time
 
 
 if __name__ == "__main__":
     for line in sys.stdin:
         port, first, count = map(int, line.split())
-        print(asyncio.run(posted(port, first, count)), flush=True)
+        print(*uvloop.run(posted(port, first, count)), flush=True)

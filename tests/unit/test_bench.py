@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from bench import page
 from bench.__main__ import PARTS
 from bench.processes import program
 from bench.programs.payload import SIZE, body
+from bench.programs.sink import ANSWER
 from bench.report import Report, at_least, at_most, number, spread, summary
 from bench.turns import in_turns, ratios
 
@@ -80,6 +82,18 @@ async def test_a_program_answers_by_lines_and_its_processor_time_grows() -> None
         before = running.processor_time
         await running.asked("1000000")
         assert running.processor_time > before
+
+
+async def test_the_sink_answers_each_request_once_it_is_there_as_a_whole() -> None:
+    request = b"POST / HTTP/1.1\r\nhost: here\r\nContent-Length: 4\r\n\r\nbody"
+    async with program([sys.executable, "-m", "bench.programs.sink"], {}) as sink:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(await sink.heard()))
+        writer.write(request + request + request[:-1])
+        assert await reader.readexactly(2 * len(ANSWER)) == 2 * ANSWER
+        writer.write(request[-1:])
+        assert await reader.readexactly(len(ANSWER)) == ANSWER
+        writer.close()
+        await writer.wait_closed()
 
 
 def test_every_body_has_the_same_size() -> None:

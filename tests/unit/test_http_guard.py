@@ -439,7 +439,7 @@ async def test_tls_is_verified_unless_a_context_says_otherwise() -> None:
     for given, expected in ((None, True), (ssl.create_default_context(), ssl.SSLContext)):
         transport = HttpTransport("https://example.com/", ssl_context=given)
         await transport.open()
-        connector = transport._session.connector
+        connector = transport._exchange._connector
         assert isinstance(connector, aiohttp.TCPConnector)
         assert connector._ssl is True if expected is True else isinstance(connector._ssl, ssl.SSLContext)
         await transport.close()

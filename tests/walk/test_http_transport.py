@@ -16,10 +16,13 @@ from outbox import Message
 from outbox.core.transport import Defaults, Published
 from outbox.core.webhooks import Secrets, verify
 from outbox.transports import http
-from outbox.transports.http import HttpTransport
+from outbox.transports.http import HttpTransport, exchange
 from tests.http_sink import (
     Behaviour,
+    Connection,
     HttpSink,
+    Request,
+    answer,
     by_type,
     close,
     drip,
@@ -117,7 +120,7 @@ async def test_redirects_are_not_followed(sink: HttpSink, code: int) -> None:
 async def test_the_status_counts_whatever_the_body_does(
     sink: HttpSink, behaviour: Behaviour, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http, "BODY_WITHIN", 1.0)
+    monkeypatch.setattr(exchange, "BODY_WITHIN", 1.0)
     sink.behave(behaviour)
     sent = message()
     found = await published(sink, sent)
@@ -286,6 +289,52 @@ async def test_a_server_that_closes_every_connection_is_asked_twice_and_no_more(
     assert len(sink.requests) == 3
 
 
+async def test_an_answer_that_nobody_asked_for_is_not_taken_for_the_next_one(
+    sink: HttpSink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AT_ONCE", "KEEP_ALIVE"):
+        monkeypatch.setattr(http, name, 60.0)
+    more = asyncio.Event()
+
+    async def twice(request: Request, connection: Connection) -> bool:
+        await connection.send(answer(200))
+        await more.wait()
+        await connection.send(answer(200))
+        return True
+
+    sink.behave(twice, times=1)
+    sink.behave(status(400))
+    async with opened(HttpTransport(sink.url)) as transport:
+        assert (await transport.publish([message()])).confirmed
+        [kept] = [protocol for each in transport._exchange._connector._conns.values() for protocol, _ in each]
+        more.set()
+        async with asyncio.timeout(LONG):
+            while not kept.should_close:
+                await asyncio.sleep(0.01)
+        sent = message()
+        found = await transport.publish([sent])
+    assert found.refused[sent.id].permanent
+
+
+async def test_a_connection_over_which_a_body_still_goes_out_is_not_used_again() -> None:
+    writers: list[asyncio.StreamWriter] = []
+
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """By the headers alone; nobody reads the rest."""
+        writers.append(writer)
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer(413))
+
+    server = await asyncio.start_server(refuse, "127.0.0.1", 0)
+    async with server, opened(HttpTransport(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")) as transport:
+        for count in (1, 2):
+            sent = message(body=b"1" * 64 * 2**20)
+            assert (await transport.publish([sent])).refused[sent.id].permanent
+            assert len(writers) == count
+    for writer in writers:
+        writer.transport.abort()
+
+
 # What is sent.
 
 
@@ -366,6 +415,15 @@ async def test_a_message_that_cannot_be_written_takes_no_other_with_it(
         found = await transport.publish([broken, fine])
     assert found.confirmed == {fine.id}
     assert "no way" in found.refused[broken.id].error
+
+
+@pytest.mark.parametrize("content_type", ["text/plain\r\nx-admin: yes", "text/plain\x00", "text/kr\u00e4ftig"])
+async def test_nothing_in_a_message_becomes_a_header_of_its_own(sink: HttpSink, content_type: str) -> None:
+    broken, fine = message(content_type=content_type), message()
+    async with opened(HttpTransport(sink.url, mode="binary")) as transport:
+        found = await transport.publish([broken, fine])
+    assert (found.confirmed, [*found.refused]) == ({fine.id}, [broken.id])
+    assert sink.ids == [fine.id]
 
 
 # TLS.

@@ -45,6 +45,8 @@ _QUOTED = re.compile(r'"((?:[^"\\]|\\.)*)"', re.DOTALL)
 _ESCAPED = re.compile(r"\\(.)", re.DOTALL)
 _HALF_ENCODED = re.compile(r"%(?![0-9A-Fa-f]{2})")
 _SPACE = re.compile(r"[ \t\n\r]*")
+_MEMBER = re.compile(r'[ \t\n\r]*"([^"\\\x00-\x1f]*)"[ \t\n\r]*:[ \t\n\r]*')  # the name, if it is as plain as most are
+_AFTER = re.compile(r"[ \t\n\r]*([,}])")
 _UNENCODED = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) not in '"%')
 
 
@@ -166,6 +168,9 @@ def parse(headers: Mapping[str, str], body: bytes) -> list[Received]:
     )
 
 
+_DECODER = json.JSONDecoder(parse_constant=_refuse)
+
+
 @dataclass(frozen=True, slots=True)
 class _Event:
     members: Mapping[str, Any]
@@ -178,7 +183,7 @@ class _Reader:
     def __init__(self, text: str) -> None:
         self._text = text
         self._at = 0
-        self._decoder = json.JSONDecoder(parse_constant=_refuse)
+        self._began = 0  # where the last value did
 
     def single(self) -> _Event:
         event = self._event()
@@ -202,27 +207,44 @@ class _Reader:
         self._expect("{")
         more = not self._found("}")
         while more:
-            name, _ = self._value()
-            self._expect(":")
-            value, written = self._value()
+            name = self._name()
+            value = self._value()
             if not isinstance(name, str) or name in members:
                 raise CloudEventInvalid(f"{named(name)} is there twice, or is no name: each member has one of its own")
             members[name] = value
             if name == "data":
-                data = written
-            more = self._found(",")
-            if not more:
-                self._expect("}")
+                data = self._text[self._began : self._at]
+            more = self._goes_on()
         return _Event(members, data)
 
-    def _value(self) -> tuple[Any, str]:
+    def _name(self) -> Any:
+        """And what stands between it and its value."""
+        member = _MEMBER.match(self._text, self._at)
+        if member:
+            self._at = member.end()
+            return member[1]
         self._skip()
-        start = self._at
+        name = self._value()
+        self._expect(":")
+        self._skip()
+        return name
+
+    def _value(self) -> Any:
+        self._began = self._at
         try:
-            value, self._at = self._decoder.raw_decode(self._text, start)
+            value, self._at = _DECODER.raw_decode(self._text, self._at)
         except (ValueError, RecursionError) as error:
-            raise CloudEventInvalid(f"the body is no JSON: {type(error).__name__} after character {start}") from None
-        return value, self._text[start : self._at]
+            what = type(error).__name__
+            raise CloudEventInvalid(f"the body is no JSON: {what} after character {self._began}") from None
+        return value
+
+    def _goes_on(self) -> bool:
+        """Whether another member follows."""
+        after = _AFTER.match(self._text, self._at)
+        if after is None:
+            raise CloudEventInvalid(f"the body is no JSON of CloudEvents: }} is missing at {self._at}")
+        self._at = after.end()
+        return after[1] == ","
 
     def _found(self, character: str) -> bool:
         self._skip()

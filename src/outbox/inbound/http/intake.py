@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from outbox.core.binding import Bindings, first_match
 from outbox.core.errors import SignatureInvalid, named
@@ -19,6 +19,14 @@ from outbox.inbound.http.reading import as_messages
 from outbox.inbound.http.request import Request, read
 from outbox.inbound.http.terms import Terms
 from outbox.inbound.inbox import Memory
+
+
+async def together(storing: Sequence[Awaitable[None]]) -> None:
+    """All at once; most requests are for one queue, and need no task of their own for it."""
+    if len(storing) == 1:
+        await storing[0]
+    else:
+        await asyncio.gather(*storing)
 
 
 class Intake:
@@ -80,6 +88,6 @@ class Intake:
         timeout = self._terms.timeout
         try:
             async with asyncio.timeout(timeout):
-                await asyncio.gather(*(self._gatherings[queue].add(each) for queue, each in by_queue.items()))
+                await together([self._gatherings[queue].add(each) for queue, each in by_queue.items()])
         except TimeoutError:
             raise not_now(f"the database did not answer within {timeout:g} s", AGAIN) from None

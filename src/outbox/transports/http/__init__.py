@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import re
 import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal, NoReturn, Self
@@ -24,6 +22,7 @@ from outbox.core.listener import Listener
 from outbox.core.message import Message
 from outbox.core.transport import Defaults, Delivery, Features, Published, Refusal
 from outbox.transports.http.answers import is_taken, refusal
+from outbox.transports.http.exchange import Exchange
 from outbox.transports.http.guard import AddressRefused, CheckedResolver, check_url, checked_socket
 from outbox.transports.http.place import Place
 
@@ -33,12 +32,9 @@ CONCURRENCY = 32
 WITHIN = timedelta(seconds=15)  # for an answer
 LONGEST_WITHIN = timedelta(seconds=20)
 BATCH_WITHIN = timedelta(seconds=25)  # for all answers to a batch: less than the relay gives it
-BODY_WITHIN = 3.0  # seconds for the rest of an answer whose status is known
-LARGEST_ANSWER = 64 * 1024  # bytes that are read; whoever says more is hung up on
 TURN = 0.2  # seconds after which a batch lets others have a slot: with each message would take longer than some answers
 KEEP_ALIVE = 4.0  # seconds that an idle connection is kept: less than servers do, so that few close under a request
 AT_ONCE = 1.0  # seconds in which a request is sent again whose connection was closed under it
-LARGE_BODY = 2**20  # bytes; the client wants larger ones as a file
 
 Mode = Literal["structured", "binary"]
 SomeSecrets = webhooks.Secrets | str | bytes | Iterable[str | bytes]
@@ -82,6 +78,7 @@ class HttpTransport:
         self._untrusted = untrusted
         self._concurrency = _checked_concurrency(concurrency)
         self._timeout = _checked_timeout(timeout)
+        self._within = self._timeout.total_seconds()
         self._headers = _checked_headers(headers or {}, self._place)
         self._ssl_context = ssl_context
         self._resolver = resolver
@@ -111,12 +108,12 @@ class HttpTransport:
             self._now = asyncio.get_running_loop().time
             self._slots = asyncio.Semaphore(self._concurrency)
             self._answered = float("-inf")  # when the destination last answered at all
-            self._session = self._new_session()
+            self._exchange = Exchange(self._place.url, self._headers, self._connector())
 
     async def close(self) -> None:
         self._opened -= 1
         if not self._opened:
-            await self._session.close()
+            await self._exchange.close()
 
     async def publish(self, messages: Sequence[Message]) -> Published:
         batch = _Batch(iter(messages), last_start=self._now() + (BATCH_WITHIN - self._timeout).total_seconds())
@@ -200,33 +197,24 @@ class HttpTransport:
         headers, body = self._write(message, self._source or _DEFAULTS.source)
         if self._secrets is not None:
             headers |= webhooks.sign(self._secrets, message.id, int(time.time()), body)
-        data = body if len(body) < LARGE_BODY else io.BytesIO(body)
-        async with self._session.post(self._place.url, data=data, headers=headers, allow_redirects=False) as response:
-            self._answered = self._now()
-            said = await _read(response)
-            if is_taken(response.status):
-                return None
-            found = refusal(response.status, response.headers.get("retry-after"), said, datetime.now(UTC))
-            return replace(found, error=f"{self._place.host}: {found.error}")
+        async with asyncio.timeout(self._within):
+            answer = await self._exchange.post(headers, body)
+        self._answered = self._now()
+        said = await answer.read()
+        if is_taken(answer.status):
+            return None
+        found = refusal(answer.status, answer.headers.get("retry-after"), said, datetime.now(UTC))
+        return replace(found, error=f"{self._place.host}: {found.error}")
 
-    def _new_session(self) -> aiohttp.ClientSession:
+    def _connector(self) -> aiohttp.TCPConnector:
         guarded: dict[str, Any] = {"resolver": self._resolver}
         if self._untrusted:
             guarded = {"resolver": CheckedResolver(self._resolver), "socket_factory": checked_socket}
-        connector = aiohttp.TCPConnector(
+        return aiohttp.TCPConnector(
             limit=0,  # the slots are our own: nobody waits here while its time runs
             keepalive_timeout=KEEP_ALIVE,
             ssl=self._ssl_context or True,
             **guarded,
-        )
-        return aiohttp.ClientSession(
-            connector=connector,
-            headers=self._headers,
-            timeout=aiohttp.ClientTimeout(total=self._timeout.total_seconds()),  # the relay has a longer one outside
-            cookie_jar=aiohttp.DummyCookieJar(),
-            trust_env=False,  # no proxies and no passwords from the environment
-            auto_decompress=False,
-            skip_auto_headers=("accept", "accept-encoding"),
         )
 
 
@@ -250,23 +238,8 @@ class _Batch:
     silences: list[_Silence] = field(default_factory=list)
 
 
-async def _read(response: aiohttp.ClientResponse) -> bytes:
-    """The answer's body up to a limit. The status counts, however the body ends."""
-    if response.content.at_eof():
-        return b""
-    said = b""
-    with suppress(aiohttp.ClientError, OSError):  # a TimeoutError is one of the latter
-        async with asyncio.timeout(BODY_WITHIN):
-            while len(said) < LARGEST_ANSWER and (piece := await response.content.read(LARGEST_ANSWER - len(said))):
-                said += piece
-    if not response.content.at_eof():
-        response.close()
-    return said
-
-
 def _described(error: Exception) -> str:
-    """Without the URL, which may hold a token; the client shows it in some of its errors."""
-    text = error.message if isinstance(error, aiohttp.ClientResponseError) else str(error)
+    text = str(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

@@ -1,0 +1,115 @@
+"""Exchange: requests and their answers over connections that are kept.
+
+The connections, and reading what comes over them, are aiohttp's. Its session is left out: what it does for every
+request anew, cookies, redirects, proxies, costs more than all the rest and must not happen here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+from aiohttp.http import HttpProcessingError
+from yarl import URL
+
+from outbox.core.errors import HeaderInvalid
+
+BODY_WITHIN = 3.0  # seconds for the rest of an answer whose status is known
+LARGEST_ANSWER = 64 * 1024  # bytes that are read; whoever says more is hung up on
+
+_WITHOUT_END = aiohttp.ClientTimeout(total=None)  # whoever asks has a deadline
+
+
+class Exchange:
+    """Posts to one URL. It follows no redirects, keeps no cookies and asks no environment for proxies."""
+
+    def __init__(self, url: URL, headers: Mapping[str, str], connector: aiohttp.TCPConnector) -> None:
+        self._connector = connector
+        self._request = aiohttp.ClientRequest("POST", url, loop=asyncio.get_running_loop())  # what connects, no more
+        first = f"POST {url.raw_path_qs} HTTP/1.1\r\nhost: {self._request.headers['host']}\r\n"
+        self._head = first + _lines(headers.items())
+
+    async def close(self) -> None:
+        await self._connector.close()
+
+    async def post(self, headers: Mapping[str, str], body: bytes) -> Answer:
+        """What was answered, as soon as its status is known; it must be read then."""
+        head = f"{self._head}{_lines(headers.items())}content-length: {len(body)}\r\n\r\n".encode("ascii")
+        connection = await self._connector.connect(self._request, [], _WITHOUT_END)
+        try:
+            return await _answer(connection, head + body)
+        except BaseException:
+            _hang_up(connection)
+            raise
+
+
+@dataclass(slots=True)
+class Answer:
+    """The status of an answer, and the rest of it, which is still to come."""
+
+    status: int
+    headers: Mapping[str, str]  # whatever the case of their names
+    _rest: aiohttp.StreamReader
+    _connection: Any
+
+    async def read(self) -> bytes:
+        """The body up to a limit, however it ends: the status counts. The connection is free then."""
+        said = b""
+        try:
+            if not self._rest.at_eof():
+                with suppress(aiohttp.ClientError, OSError):  # a TimeoutError is one of the latter
+                    async with asyncio.timeout(BODY_WITHIN):
+                        said = await self._pieces()
+        finally:
+            self._leave()
+        return said
+
+    async def _pieces(self) -> bytes:
+        said = b""
+        while len(said) < LARGEST_ANSWER and (piece := await self._rest.read(LARGEST_ANSWER - len(said))):
+            said += piece
+        return said
+
+    def _leave(self) -> None:
+        """Keep the connection if both have said everything."""
+        transport = self._connection.transport
+        if transport is not None and self._rest.at_eof() and not transport.get_write_buffer_size():
+            self._connection.release()
+        else:
+            _hang_up(self._connection)
+
+
+async def _answer(connection: Any, request: bytes) -> Answer:
+    protocol, transport = connection.protocol, connection.transport
+    if transport is None or protocol.should_close:
+        # What came unasked over a kept connection would be taken for the answer to this request.
+        raise aiohttp.ServerDisconnectedError("the connection was of no use any more")
+    protocol.set_response_params(read_until_eof=True, auto_decompress=False)
+    transport.write(request)
+    try:
+        message, rest = await protocol.read()
+        while 100 <= message.code <= 199 and message.code != 101:  # not yet the answer
+            message, rest = await protocol.read()
+    except HttpProcessingError as error:
+        raise aiohttp.ClientError(f"this is no HTTP: {error.message}") from error
+    return Answer(message.code, message.headers, rest, connection)
+
+
+def _hang_up(connection: Any) -> None:
+    """At once: nobody waits until the other side has read what was still to be sent."""
+    if connection.transport is not None:
+        connection.transport.abort()
+    connection.close()
+
+
+def _lines(headers: Iterable[tuple[str, str]]) -> str:
+    lines = []
+    for name, value in headers:
+        if not value.isprintable():
+            raise HeaderInvalid(f"the header {name!r} contains a control character")
+        lines.append(f"{name}: {value}\r\n")
+    return "".join(lines)
