@@ -14,8 +14,10 @@ from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 import outbox as library
-from outbox import Outbox
+from outbox import NEVER, Outbox
 from outbox.observers.logging import LoggingObserver
+from outbox.outbound import circuit
+from tests.http_sink import HttpSink
 from tests.seeds.databases import PSYCOPG, SQLITE
 from tests.seeds.movies import Shelf
 from tests.seeds.observing import Recorder
@@ -116,6 +118,31 @@ def make_rabbitmq_outbox(
 async def rabbitmq_outbox(make_rabbitmq_outbox: Callable[..., Outbox]) -> Outbox:
     """One of these."""
     return make_rabbitmq_outbox()
+
+
+@pytest.fixture
+async def sink() -> AsyncIterator[HttpSink]:
+    """The broker of the fifth seed: whatever takes CloudEvents over HTTP."""
+    async with HttpSink() as sink:
+        yield sink
+
+
+@pytest.fixture
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever does not answer is asked again soon."""
+    monkeypatch.setattr(circuit, "SHORTEST", 0.05)
+    monkeypatch.setattr(circuit, "LONGEST", 0.2)
+
+
+@pytest.fixture
+def make_http_outbox(make_outbox: Callable[..., Outbox], sink: HttpSink, recorder: Recorder) -> Callable[..., Outbox]:
+    """Outboxes that post to that broker, as the seed configures them, and keep what they have sent."""
+
+    def make(**options: Any) -> Outbox:
+        broker = {"transport": f"{sink.url}/events", "source": "order-service", "relay_retry_delays": (0.01, 0.01)}
+        return make_outbox(**{**broker, "clean_up_after": NEVER, "observers": [recorder], **options})
+
+    return make
 
 
 @pytest.fixture
