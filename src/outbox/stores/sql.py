@@ -135,6 +135,10 @@ class SqlStore(Spelling):
     async def _look(self, work: Callable[[Connection], Result]) -> Result:
         """Run work that only reads."""
 
+    async def _survey(self, work: Callable[[Connection], Result]) -> Result:
+        """Run work that only reads, and sees one moment however many statements it takes."""
+        return await self._look(work)
+
     async def _glance(self, work: Callable[[Connection], Result]) -> Result:
         """Run work that only reads, on a connection that leaves everything as it finds it."""
         return await self._look(work)
@@ -211,6 +215,11 @@ class SqlStore(Spelling):
         """Run work that only reads."""
         await self.open()
         return await finish(self._look(work), LOOK_WITHIN)
+
+    async def survey(self, work: Callable[[Connection], Result]) -> Result:
+        """Run work that only reads: a message that moves meanwhile is seen in one place."""
+        await self.open()
+        return await finish(self._survey(work), LOOK_WITHIN)
 
     # Statements for the caller's own connection.
 
@@ -508,7 +517,7 @@ class SqlStore(Spelling):
     # Looking.
 
     async def backlog(self) -> Backlog:
-        return await self.look(lambda connection: looks.backlog(self, connection))
+        return await self.survey(lambda connection: looks.backlog(self, connection))
 
     async def list_messages(
         self, *, state: str | None = None, queue: str | None = None, limit: int = 100, after: int = 0
@@ -516,7 +525,7 @@ class SqlStore(Spelling):
         return await self.look(lambda connection: looks.messages(self, connection, state, queue, limit, after))
 
     async def find(self, message_id: str) -> list[StoredMessage]:
-        return await self.look(lambda connection: looks.find(self, connection, message_id))
+        return await self.survey(lambda connection: looks.find(self, connection, message_id))
 
     async def recorded_transport(self) -> str | None:
         return await self.look(lambda connection: examination.recorded_transport(self, connection))
