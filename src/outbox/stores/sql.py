@@ -67,7 +67,7 @@ from outbox.stores.heads import BEGINNING
 from outbox.stores.idle import ask_the_doubtful
 from outbox.stores.receiving import SqlReceiving
 from outbox.stores.routing import SqlRouting
-from outbox.stores.rows import CLAIMED, LONGEST_HISTORY, as_seconds, history_line, message_row
+from outbox.stores.rows import CLAIMED, EXPIRATION_PASSED, LONGEST_HISTORY, as_seconds, history_line, message_row
 from outbox.stores.spelling import Spelling
 from outbox.stores.tables import MESSAGE_COLUMNS, NOT_ROUTED, Tables
 from outbox.stores.wakeup import Wakeup
@@ -498,9 +498,7 @@ class SqlStore(Spelling):
                 literal("", Text).label("error"),
                 columns.attempts,
                 columns.starts,
-                self.appended_history(literal(history_line("given up", "its expiration passed"), Text)).label(
-                    "history"
-                ),
+                self.appended_history(literal(history_line("given up", EXPIRATION_PASSED), Text)).label("history"),
             )
             .where(past, waits)
             .order_by(columns.expires_at)
