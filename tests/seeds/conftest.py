@@ -135,7 +135,9 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def make_http_outbox(make_outbox: Callable[..., Outbox], sink: HttpSink, recorder: Recorder) -> Callable[..., Outbox]:
+def make_http_outbox(
+    make_outbox: Callable[..., Outbox], sink: HttpSink, recorder: Recorder, adapters_found_once: None
+) -> Callable[..., Outbox]:
     """Outboxes that post to that broker, as the seed configures them, and keep what they have sent."""
 
     def make(**options: Any) -> Outbox:
