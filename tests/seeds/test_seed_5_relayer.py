@@ -23,7 +23,7 @@ from outbox.testing import advance
 from outbox.transports.http import HttpTransport
 from tests.http_sink import Behaviour, Connection, HttpSink, Request, answer, hang, status
 from tests.seeds.databases import on_both_stores
-from tests.seeds.observing import Recorder, eventually
+from tests.seeds.observing import Recorder, eventually, let_leases_run_out
 from tests.seeds.orders import ORDER_CREATED, is_settled, send, states, walk
 from tests.seeds.program import program
 
@@ -149,6 +149,27 @@ async def test_a_relayer_in_a_process_of_its_own_stops_at_a_signal(
     assert (code, "Traceback" in complaints) == (0, False)
     assert await states(application, sent) == ["sent"]
     assert sink.ids == [sent.id]
+
+
+@on_both_stores
+async def test_what_a_killed_relayer_was_sending_is_sent_by_the_next_one(
+    make_outbox: MakeOutbox, make_http_outbox: MakeOutbox, sink: HttpSink, database_url: str, table_name: str
+) -> None:
+    """Nobody knows whether it arrived, so it comes again, with the same id."""
+    application = make_outbox(observers=[])
+    sent = await send(application)
+    sink.behave(hang(), times=1)
+    async with program(RELAYER, database_url, table_name, f"{sink.url}/events") as relayer:
+        await sink.until(1)
+        relayer.signal(signal.SIGKILL)
+        await relayer.end()
+    assert await states(application, sent) == ["waiting"]
+    await let_leases_run_out(application)
+    async with make_http_outbox().running(relay=True):
+        await eventually(lambda: is_settled(application))
+    assert sink.ids == [sent.id] * 2
+    found = await walk(application, sent)
+    assert (found.state, found.attempt_count, found.crash_count) == ("sent", 1, 1)
 
 
 # poll_interval
