@@ -16,7 +16,6 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 import outbox as library
 from outbox import NEVER, Outbox
 from outbox.observers.logging import LoggingObserver
-from outbox.outbound import circuit
 from tests.http_sink import HttpSink
 from tests.seeds.databases import PSYCOPG, SQLITE
 from tests.seeds.movies import Shelf
@@ -128,21 +127,15 @@ async def sink() -> AsyncIterator[HttpSink]:
 
 
 @pytest.fixture
-def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever does not answer is asked again soon."""
-    monkeypatch.setattr(circuit, "SHORTEST", 0.05)
-    monkeypatch.setattr(circuit, "LONGEST", 0.2)
-
-
-@pytest.fixture
 def make_http_outbox(
     make_outbox: Callable[..., Outbox], sink: HttpSink, recorder: Recorder, adapters_found_once: None
 ) -> Callable[..., Outbox]:
-    """Outboxes that post to that broker, as the seed configures them, and keep what they have sent."""
+    """Outboxes that post to that broker, as the seed configures them, ask again soon, and keep what they have sent."""
 
     def make(**options: Any) -> Outbox:
         broker = {"transport": f"{sink.url}/events", "source": "order-service", "relay_retry_delays": (0.01, 0.01)}
-        return make_outbox(**{**broker, "clean_up_after": NEVER, "observers": [recorder], **options})
+        ours = {"clean_up_after": NEVER, "observers": [recorder], "restart_delay": 0.05}
+        return make_outbox(**{**broker, **ours, **options})
 
     return make
 

@@ -175,7 +175,7 @@ def named(sink: HttpSink, names: Names) -> HttpTransport:
 
 @on_both_stores
 async def test_whoever_gets_no_answer_tries_again_and_burns_no_attempt(
-    make_http_outbox: MakeOutbox, sink: HttpSink, recorder: Recorder, short_pauses: None
+    make_http_outbox: MakeOutbox, sink: HttpSink, recorder: Recorder
 ) -> None:
     """With a single attempt: one that was burnt would make a dead letter."""
     service = make_http_outbox(transport=HttpTransport(sink.url, timeout=0.3), relay_retry_delays=())
@@ -197,9 +197,7 @@ async def test_whoever_gets_no_answer_tries_again_and_burns_no_attempt(
 
 
 @on_both_stores
-async def test_nobody_there_burns_no_attempt(
-    make_http_outbox: MakeOutbox, sink: HttpSink, recorder: Recorder, short_pauses: None
-) -> None:
+async def test_nobody_there_burns_no_attempt(make_http_outbox: MakeOutbox, sink: HttpSink, recorder: Recorder) -> None:
     service = make_http_outbox(relay_retry_delays=())
     await sink.stop()
     async with service.running(relay=True):
@@ -215,7 +213,7 @@ async def test_nobody_there_burns_no_attempt(
 
 @on_both_stores
 async def test_a_host_that_cannot_be_found_is_looked_for_again(
-    make_http_outbox: MakeOutbox, sink: HttpSink, recorder: Recorder, short_pauses: None
+    make_http_outbox: MakeOutbox, sink: HttpSink, recorder: Recorder
 ) -> None:
     unknown = gaierror(EAI_NONAME, "Name or service not known")
     names = Names(unknown, unknown)
@@ -281,9 +279,7 @@ async def test_an_event_is_sent_so_often_in_total_and_then_has_failed(
 
 
 @on_both_stores
-async def test_the_seeds_timetable_with_its_three_attempts(
-    make_http_outbox: MakeOutbox, sink: HttpSink, short_pauses: None
-) -> None:
+async def test_the_seeds_timetable_with_its_three_attempts(make_http_outbox: MakeOutbox, sink: HttpSink) -> None:
     """503, no answer, 500. The seed would stop here; no answer burns no attempt, so there is one more, which fails."""
     service = make_http_outbox()
     sink.behave(status(503), times=1)
@@ -356,9 +352,7 @@ async def test_the_status_counts_however_the_rest_of_the_answer_ends(
 
 
 @on_both_stores
-async def test_an_answer_that_goes_on_after_its_end_loses_nothing(
-    make_http_outbox: MakeOutbox, sink: HttpSink, short_pauses: None
-) -> None:
+async def test_an_answer_that_goes_on_after_its_end_loses_nothing(make_http_outbox: MakeOutbox, sink: HttpSink) -> None:
     """Whether its status can be read depends on how it comes: sent, or sent again."""
     service = make_http_outbox(relay_retry_delays=())
     sink.behave(wrong_length(2), times=2)

@@ -96,7 +96,7 @@ async def test_without_a_relay_events_wait_until_there_is_one(make_http_outbox: 
 
 
 async def test_an_order_that_is_saved_while_the_broker_is_down_is_told_when_it_is_back(
-    service: Outbox, sink: HttpSink, recorder: Recorder, short_pauses: None
+    service: Outbox, sink: HttpSink, recorder: Recorder
 ) -> None:
     await sink.stop()
     async with service.running(relay=True):
@@ -157,9 +157,7 @@ async def test_a_success_marks_the_event_as_published(service: Outbox, sink: Htt
     assert len(sink.requests) == len(codes)
 
 
-async def test_an_event_whose_answer_was_lost_is_sent_again_with_the_same_id(
-    service: Outbox, sink: HttpSink, short_pauses: None
-) -> None:
+async def test_an_event_whose_answer_was_lost_is_sent_again_with_the_same_id(service: Outbox, sink: HttpSink) -> None:
     """At least once."""
     sink.behave(close(), times=2)
     async with service.running(relay=True):
@@ -383,7 +381,7 @@ def forwarding(to: Sender, losing: int) -> Behaviour:
 
 
 async def test_a_consumer_with_an_inbox_processes_an_event_once_however_often_it_comes(
-    service: Outbox, make_outbox: MakeOutbox, table_name: str, sink: HttpSink, short_pauses: None
+    service: Outbox, make_outbox: MakeOutbox, table_name: str, sink: HttpSink
 ) -> None:
     processed: asyncio.Queue[Any] = asyncio.Queue()
     consumer = make_outbox(table_name=f"{table_name}_in", observers=[])

@@ -306,7 +306,7 @@ async def test_an_event_that_becomes_too_old_between_two_attempts_is_not_retried
 
 @on_both_stores
 async def test_events_become_too_old_while_the_broker_is_away(
-    make_http_outbox: MakeOutbox, sink: HttpSink, recorder: Recorder, short_pauses: None
+    make_http_outbox: MakeOutbox, sink: HttpSink, recorder: Recorder
 ) -> None:
     """And only those: the others wait for it."""
     service = make_http_outbox(poll_interval=0.05)
