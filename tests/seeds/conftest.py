@@ -14,8 +14,9 @@ from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 import outbox as library
-from outbox import Outbox
+from outbox import NEVER, Outbox
 from outbox.observers.logging import LoggingObserver
+from tests.http_sink import HttpSink
 from tests.seeds.databases import PSYCOPG, SQLITE
 from tests.seeds.movies import Shelf
 from tests.seeds.observing import Recorder
@@ -116,6 +117,27 @@ def make_rabbitmq_outbox(
 async def rabbitmq_outbox(make_rabbitmq_outbox: Callable[..., Outbox]) -> Outbox:
     """One of these."""
     return make_rabbitmq_outbox()
+
+
+@pytest.fixture
+async def sink() -> AsyncIterator[HttpSink]:
+    """The broker of the fifth seed: whatever takes CloudEvents over HTTP."""
+    async with HttpSink() as sink:
+        yield sink
+
+
+@pytest.fixture
+def make_http_outbox(
+    make_outbox: Callable[..., Outbox], sink: HttpSink, recorder: Recorder, adapters_found_once: None
+) -> Callable[..., Outbox]:
+    """Outboxes that post to that broker, as the seed configures them, ask again soon, and keep what they have sent."""
+
+    def make(**options: Any) -> Outbox:
+        broker = {"transport": f"{sink.url}/events", "source": "order-service", "relay_retry_delays": (0.01, 0.01)}
+        ours = {"clean_up_after": NEVER, "observers": [recorder], "restart_delay": 0.05}
+        return make_outbox(**{**broker, **ours, **options})
+
+    return make
 
 
 @pytest.fixture

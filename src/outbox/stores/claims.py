@@ -36,7 +36,7 @@ from outbox.core.attempt import Attempt, Dead, Done, Outcome, Reason, Released, 
 from outbox.core.dead_letter import clean
 from outbox.core.durations import IMMEDIATELY
 from outbox.core.store import Lease, Rows
-from outbox.stores.rows import as_attempts, as_seconds, history_line
+from outbox.stores.rows import EXPIRATION_PASSED, as_attempts, as_seconds, history_line
 
 if TYPE_CHECKING:
     from outbox.stores.sql import SqlStore
@@ -290,7 +290,7 @@ class SqlClaim:
                 "id": id,
                 "reason": outcome.reason.value,
                 "error": (error := clean(outcome.error)),
-                "line": history_line(f"attempt {self._attempt_count(id)} was the last, {outcome.reason}", error),
+                "line": self._last_line(id, outcome.reason, error),
             }
             for id, outcome in dead.items()
         ]
@@ -299,6 +299,12 @@ class SqlClaim:
 
     def _ids(self, connection: Connection, statement: Any, parameters: dict[str, Any]) -> set[int]:
         return set(connection.execute(statement, parameters | {"token": self._token}).scalars())
+
+    def _last_line(self, id: int, reason: Reason, error: str) -> str:
+        count = self._attempt_count(id)
+        if not count:  # it was dead before anybody could attempt it
+            return history_line("given up", error or EXPIRATION_PASSED)
+        return history_line(f"attempt {count} was the last, {reason}", error)
 
     def _attempt_count(self, id: int) -> int:
         return next((attempt.attempt_count for attempt in self.attempts if attempt.id == id), 0)

@@ -125,6 +125,11 @@ class PostgresqlStore(SqlStore):
 
     _look = _apply
 
+    async def _survey(self, work: Callable[[Connection], Result]) -> Result:
+        with explained(self.driver):
+            async with (await self._own()).snapshots.begin() as connection:
+                return await connection.run_sync(work)
+
     @property
     def driver(self) -> str:
         """The name of the driver that connections of our own use."""
@@ -399,12 +404,13 @@ def _queue_of(messages: FromClause) -> ColumnElement[Any]:
 
 
 class _Engines:
-    """One pool, for statements that stand alone and for transactions."""
+    """One pool, for statements that stand alone, for transactions, and for looks at one moment."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self.statements = engine.execution_options(isolation_level="AUTOCOMMIT")
         # Rows are locked and looked at anew: a stricter level, if the application likes one, would only fail.
         self.transactions = engine.execution_options(isolation_level="READ COMMITTED")
+        self.snapshots = engine.execution_options(isolation_level="REPEATABLE READ")
 
 
 def spare(engine: Engine) -> Engine:

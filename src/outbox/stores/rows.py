@@ -15,6 +15,7 @@ from outbox.core.store import StoredMessage
 from outbox.stores.tables import NOT_ROUTED
 
 LONGEST_HISTORY = 16 * 1024  # characters
+EXPIRATION_PASSED = "its expiration passed"  # what a history says of it
 MUCH_LATER = timedelta(minutes=1)  # what is due so long after it was made is told so
 
 _KEPT = (

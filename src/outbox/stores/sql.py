@@ -67,7 +67,7 @@ from outbox.stores.heads import BEGINNING
 from outbox.stores.idle import ask_the_doubtful
 from outbox.stores.receiving import SqlReceiving
 from outbox.stores.routing import SqlRouting
-from outbox.stores.rows import CLAIMED, LONGEST_HISTORY, as_seconds, history_line, message_row
+from outbox.stores.rows import CLAIMED, EXPIRATION_PASSED, LONGEST_HISTORY, as_seconds, history_line, message_row
 from outbox.stores.spelling import Spelling
 from outbox.stores.tables import MESSAGE_COLUMNS, NOT_ROUTED, Tables
 from outbox.stores.wakeup import Wakeup
@@ -134,6 +134,10 @@ class SqlStore(Spelling):
     @abstractmethod
     async def _look(self, work: Callable[[Connection], Result]) -> Result:
         """Run work that only reads."""
+
+    async def _survey(self, work: Callable[[Connection], Result]) -> Result:
+        """Run work that only reads, and sees one moment however many statements it takes."""
+        return await self._look(work)
 
     async def _glance(self, work: Callable[[Connection], Result]) -> Result:
         """Run work that only reads, on a connection that leaves everything as it finds it."""
@@ -211,6 +215,11 @@ class SqlStore(Spelling):
         """Run work that only reads."""
         await self.open()
         return await finish(self._look(work), LOOK_WITHIN)
+
+    async def survey(self, work: Callable[[Connection], Result]) -> Result:
+        """Run work that only reads: a message that moves meanwhile is seen in one place."""
+        await self.open()
+        return await finish(self._survey(work), LOOK_WITHIN)
 
     # Statements for the caller's own connection.
 
@@ -495,9 +504,7 @@ class SqlStore(Spelling):
                 literal("", Text).label("error"),
                 columns.attempts,
                 columns.starts,
-                self.appended_history(literal(history_line("given up", "its expiration passed"), Text)).label(
-                    "history"
-                ),
+                self.appended_history(literal(history_line("given up", EXPIRATION_PASSED), Text)).label("history"),
             )
             .where(past, waits)
             .order_by(columns.expires_at)
@@ -514,7 +521,7 @@ class SqlStore(Spelling):
     # Looking.
 
     async def backlog(self) -> Backlog:
-        return await self.look(lambda connection: looks.backlog(self, connection))
+        return await self.survey(lambda connection: looks.backlog(self, connection))
 
     async def list_messages(
         self, *, state: str | None = None, queue: str | None = None, limit: int = 100, after: int = 0
@@ -522,7 +529,7 @@ class SqlStore(Spelling):
         return await self.look(lambda connection: looks.messages(self, connection, state, queue, limit, after))
 
     async def find(self, message_id: str) -> list[StoredMessage]:
-        return await self.look(lambda connection: looks.find(self, connection, message_id))
+        return await self.survey(lambda connection: looks.find(self, connection, message_id))
 
     async def recorded_transport(self) -> str | None:
         return await self.look(lambda connection: examination.recorded_transport(self, connection))

@@ -197,6 +197,7 @@ class EmittingCases(StoreCases):
         assert await claimed(store) == []
         [letter] = await store.dead_letters.list()
         assert (letter.reason, letter.message.body, letter.attempt_count) == (Reason.EXPIRED, b"old", 0)
+        assert letter.history.endswith("Z given up: its expiration passed\n")
 
     async def test_expiration_counts_from_when_the_message_is_due(self, engine: AsyncEngine, store: Store) -> None:
         schedule = Schedule(due=timedelta(milliseconds=300), expiration=timedelta(minutes=1))
@@ -210,7 +211,9 @@ class EmittingCases(StoreCases):
         await emit(engine, store, *(message(body=str(n).encode()) for n in range(5)), schedule=schedule)
         await emit(engine, store, message(body=b"fresh"))
         assert [await store.expire(3), await store.expire(3), await store.expire(3)] == [3, 2, 0]
-        assert {letter.reason for letter in await store.dead_letters.list()} == {Reason.EXPIRED}
+        letters = await store.dead_letters.list()
+        assert {letter.reason for letter in letters} == {Reason.EXPIRED}
+        assert all(letter.history.endswith("Z given up: its expiration passed\n") for letter in letters)
         assert [attempt.message.body for attempt in await claimed(store, destination=None)] == [b"fresh"]
 
     async def test_a_message_in_somebodys_hands_does_not_expire_under_them(

@@ -246,6 +246,17 @@ class KeepingCases(StoreCases):
         assert delivered.routed_at is not None
         assert await store.find("unknown") == []
 
+    async def test_a_message_that_moves_is_found_in_one_place(self, engine: AsyncEngine, store: Store) -> None:
+        await queued(engine, store, sent := message())
+        moving = asyncio.create_task(_back_and_forth(store, 50))
+        while not moving.done():
+            assert len(await store.find(sent.id)) == 1
+            backlog = await store.backlog()
+            [queue] = backlog.queues
+            assert queue.delivered + queue.retrying + queue.dead == 1
+            assert backlog.dead == queue.dead == sum(backlog.dead_by_reason.values())
+        await moving
+
     async def test_a_lease_is_shown_while_it_holds(self, engine: AsyncEngine, store: Store) -> None:
         await queued(engine, store, message())
         async with store.claim(1, lease=LEASE, destination="q"):
@@ -254,3 +265,11 @@ class KeepingCases(StoreCases):
             assert stored.crash_count == 0
         [stored] = await store.list_messages()
         assert stored.leased_until is None
+
+
+async def _back_and_forth(store: Store, times: int) -> None:
+    """A message dies and is replayed, again and again."""
+    for _ in range(times):
+        await settled(store, Dead(Reason.REJECTED, "no"))
+        [letter] = await store.dead_letters.list()
+        await store.dead_letters.replay([letter.id])
