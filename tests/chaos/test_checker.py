@@ -373,7 +373,7 @@ BAD: Mapping[str, tuple[Spoil, Kind, str]] = {
         "plain",
     ),
     "nothing was done after the last fault": (
-        lambda world: setattr(world, "calm_since", 23.0),
+        lambda world: [world.change_effect(id, at=20.0) for id in ("late", "retried")],
         Kind.IDLE,
         "everybody",
     ),
