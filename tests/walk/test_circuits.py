@@ -159,7 +159,7 @@ async def test_each_probe_is_one_message_and_another_one_and_pauses_double(outbo
         await relay.pass_time(100)
     assert relay.sink.sizes == [BATCH] + [1] * 8
     assert len({call[0].id for call in relay.sink.calls[1:]}) == 8
-    assert relay.pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+    assert relay.pauses == [1, 2, 4] + [7.5] * 6
     assert await untouched(outbox)
 
 
