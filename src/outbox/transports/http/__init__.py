@@ -24,6 +24,7 @@ from outbox.core.listener import Listener
 from outbox.core.message import Message
 from outbox.core.transport import Defaults, Delivery, Features, Published, Refusal
 from outbox.transports.http.answers import is_taken, refusal
+from outbox.transports.http.connection import CarefulRequest
 from outbox.transports.http.guard import AddressRefused, CheckedResolver, check_url, checked_socket
 from outbox.transports.http.place import Place
 
@@ -220,6 +221,7 @@ class HttpTransport:
         )
         return aiohttp.ClientSession(
             connector=connector,
+            request_class=CarefulRequest,
             headers=self._headers,
             timeout=aiohttp.ClientTimeout(total=self._timeout.total_seconds()),  # the relay has a longer one outside
             cookie_jar=aiohttp.DummyCookieJar(),
