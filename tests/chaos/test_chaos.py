@@ -29,7 +29,7 @@ def test_faults_break_no_promise_between_two_services() -> None:
 
 
 def test_faults_break_no_promise_over_http() -> None:
-    check(run(SHORT["http"], 7))
+    check(run(SHORT["http"], 245))
 
 
 def check(report: Report) -> None:
