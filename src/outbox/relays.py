@@ -109,6 +109,7 @@ class Relays:
             batch_size=self._settings.batch_size,
             lease=self._settings.duration("lease"),
             observe=self._observe,
+            restart_delay=self._settings.restart_delay,
         )
 
     def _publisher(

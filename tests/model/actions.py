@@ -20,7 +20,7 @@ wanted = st.dictionaries(st.sampled_from(("a", "b", "c")), limits, max_size=2)  
 outcomes = st.one_of(
     st.sampled_from((RetryIn(timedelta(0), "at once"), RetryIn(HOUR, "in an hour"))),
     st.sampled_from([Dead(reason, f"because {reason}") for reason in Reason]),
-    st.sampled_from((Done(), Released())),
+    st.sampled_from((Done(), Released(), Released(HOUR))),
 )
 
 ACTIONS: Mapping[str, Mapping[str, Any]] = {

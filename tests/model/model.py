@@ -195,8 +195,8 @@ class Model:
                 self.rows[key] = self._dead(
                     replace(row, attempts=row.attempts + (reason not in UNTRIED)), reason, error
                 )
-            case Released():
-                self.rows[key] = row
+            case Released(delay):
+                self.rows[key] = replace(row, is_due=row.is_due and not delay)
 
     def renew(self, number: int, keys: Iterable[Key]) -> None:
         for key in keys:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outbox.core.message import check, check_message_ids
 from outbox.inbound.http.answer import Declined
 from outbox.inbound.http.reading import as_messages, inbox_id
 from outbox.inbound.http.request import Request, read
@@ -100,6 +102,55 @@ async def test_later_versions_of_http_are_not_told_to_close_their_connection() -
         with pytest.raises(Declined) as declined:
             await read(scope, receive, largest=100, within=60)
         assert ("connection" in declined.value.answer.headers) is told
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.just("\ud800"),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+EVENTS = st.dictionaries(
+    st.sampled_from(
+        ["specversion", "id", "source", "type", "time", "subject", "data", "data_base64", "datacontenttype"]
+    )
+    | st.sampled_from(
+        ["outboxtrackingids", "outboxduetime", "outboxheaders", "expirytime", "dataschema", "x", "", "Ä"]
+    ),
+    VALUES | st.sampled_from(["1.0", "/", "a", "application/json", "text/plain", "2026-01-01T00:00:00Z", "%", "AA=="]),
+)
+WHOLE = EVENTS.map(lambda event: {"specversion": "1.0", "id": "1", "source": "/", "type": "t"} | event)
+BODIES = st.binary(max_size=60) | (VALUES | WHOLE | st.lists(WHOLE, max_size=3)).map(
+    lambda each: json.dumps(each).encode()
+)
+HEADERS = st.dictionaries(
+    st.sampled_from(
+        ["ce-specversion", "ce-id", "ce-source", "ce-type", "ce-time", "ce-x", "ce-", "webhook-id", "traceparent"]
+    ),
+    st.sampled_from(["1.0", "1", "/", "t", "%C3%A4", "%", "%ff", '"a\\"b"', "", "\xe4", "2026-01-01T00:00:00Z"]),
+)
+KINDS = st.sampled_from(
+    [
+        "application/cloudevents+json",
+        "application/cloudevents-batch+json; charset=utf-8",
+        "application/json",
+        "",
+        "\xe4",
+    ]
+)
+
+
+@given(HEADERS, KINDS, BODIES, st.sampled_from(["", "order.paid", "\0", "x" * 300]))
+def test_whatever_strangers_send_is_read_or_declined(headers: Any, kind: str, body: bytes, path: str) -> None:
+    request = Request(f"/{path}", path, {**headers, "content-type": kind}, body)
+    try:
+        messages = as_messages(request, headers.get("webhook-id"), 100)
+    except Declined as declined:
+        assert declined.answer.status in (400, 413, 415)
+        assert declined.answer.line
+    else:
+        for message in messages:
+            check(message, 100)
+            check_message_ids(message)
 
 
 def test_the_trace_of_a_webhook_goes_on_with_its_message() -> None:

@@ -255,6 +255,7 @@ MALFORMED = {
 }
 
 
+@one_database
 @pytest.mark.parametrize("name", MALFORMED)
 async def test_what_is_malformed_is_declined_with_400(
     name: str, sender: Sender, outbox: Outbox, arrivals: Arrivals
@@ -313,6 +314,7 @@ def tampered() -> dict[str, tuple[Any, bytes]]:
     }
 
 
+@one_database
 @pytest.mark.parametrize("name", list(tampered()))
 async def test_what_is_not_signed_as_it_should_be_is_declined_with_401(
     name: str, outbox: Outbox, listener: Listener, arrivals: Arrivals

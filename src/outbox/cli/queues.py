@@ -38,7 +38,8 @@ def list_queues(as_json: AsJson = False, outbox_name: OutboxName = "") -> None:
 def remove_queue(queue: Queue, as_json: AsJson = False, outbox_name: OutboxName = "") -> None:
     """Remove a queue's bindings, so that it gets no further messages.
 
-    What lies in it stays, for a worker that listens on it. A worker that starts with such a listener binds it again.
+    What lies in it stays, for a worker that listens on it. A worker that starts with such a listener, or a relay with
+    such a route, binds it again.
     """
     outbox = find_outbox(outbox_name)
     removed, left = ask(outbox, lambda: _remove(outbox, queue))

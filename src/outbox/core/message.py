@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime, timedelta
 
 from outbox.core.binding import LONGEST_KEY
@@ -50,6 +50,47 @@ class Message:
     @property
     def id(self) -> str:
         return self.tracking_ids[-1]
+
+
+# A frozen class sets its fields by the longest way there is. Relays and workers make a message from each row, and that
+# was most of what they did: the fields' own setters take half the time.
+_new = object.__new__
+(
+    _set_routing_key,
+    _set_body,
+    _set_content_type,
+    _set_headers,
+    _set_key,
+    _set_tracking_ids,
+    _set_created_at,
+    _set_expires_at,
+    _set_due_at,
+) = (Message.__dict__[each.name].__set__ for each in fields(Message))
+
+
+def remade(
+    routing_key: str,
+    body: bytes,
+    content_type: str,
+    headers: Mapping[str, str],
+    key: str | None,
+    tracking_ids: tuple[str, ...],
+    created_at: datetime,
+    expires_at: datetime | None,
+    due_at: datetime | None,
+) -> Message:
+    """A message as it was, from all of its fields."""
+    message = _new(Message)
+    _set_routing_key(message, routing_key)
+    _set_body(message, body)
+    _set_content_type(message, content_type)
+    _set_headers(message, headers)
+    _set_key(message, key)
+    _set_tracking_ids(message, tracking_ids)
+    _set_created_at(message, created_at)
+    _set_expires_at(message, expires_at)
+    _set_due_at(message, due_at)
+    return message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

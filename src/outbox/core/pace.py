@@ -49,11 +49,18 @@ class Trouble:
         """The pause after this error, in seconds; one that was chosen has no limit."""
         self._count += 1
         growing = self._pace.pause()
-        with suppress(Exception):  # a function that cannot say leaves it to us
-            said = self._chosen(self._count, error) if callable(self._chosen) else self._chosen
-            if said is not None:
-                return as_delay(said).total_seconds()
+        said = chosen_pause(self._chosen, self._count, error)
+        if said is not None:
+            return said
         return growing if at_most is None else min(growing, at_most)
+
+
+def chosen_pause(chosen: RestartDelay | None, count: int, error: BaseException) -> float | None:
+    """The pause that somebody chose after so many errors in a row, in seconds."""
+    with suppress(Exception):  # a function that cannot say leaves it to us
+        said = chosen(count, error) if callable(chosen) else chosen
+        return None if said is None else as_delay(said).total_seconds()
+    return None
 
 
 def check_restart_delay(chosen: RestartDelay) -> None:

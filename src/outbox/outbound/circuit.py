@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from outbox.core.durations import NO_DELAY
+from outbox.core.errors import TransportUnavailable
 from outbox.core.events import CircuitClosed, CircuitOpened, Observer
+from outbox.core.pace import RestartDelay, chosen_pause
 from outbox.core.store import Circuit, CircuitState, Store
 
 LOOK_EVERY = 1.0  # seconds between two looks at what other relays found out
@@ -87,6 +89,7 @@ class Breaker:
         batch_size: int,
         lease: timedelta,
         observe: Observer,
+        restart_delay: RestartDelay | None = None,
         clock: Callable[[], float] = time.monotonic,
         chance: Callable[[], float] = random.random,
     ) -> None:
@@ -96,6 +99,7 @@ class Breaker:
         self._largest = self._room = batch_size
         self._lease = lease
         self._observe = observe
+        self._restart_delay = restart_delay
         self._clock = clock
         self._chance = chance
         self._one_by_one = asyncio.Lock()
@@ -145,7 +149,7 @@ class Breaker:
         """No answer came to anything of a round; for how long the message of a probe should not be tried again."""
         if self._answered_at > passage.began:  # to somebody else one did: it is there
             return NO_DELAY
-        pause, probe = self._pause(passage.probe or 0), passage.probe
+        pause, probe = self._pause(passage.probe or 0, error), passage.probe
         self._room = 1
         self._circuits.forget()
         if await self._store.open_circuit(self._destination, pause, error, probe=probe):
@@ -158,7 +162,10 @@ class Breaker:
         """Seconds to sleep before another round makes sense; none if there is no reason to."""
         return min(LOOK_EVERY, self._circuits.remaining(self._destination))
 
-    def _pause(self, failures: int) -> timedelta:
+    def _pause(self, failures: int, error: str) -> timedelta:
+        said = chosen_pause(self._restart_delay, failures + 1, TransportUnavailable(error))
+        if said is not None:
+            return timedelta(seconds=said)
         growing = min(LONGEST, SHORTEST * 2.0 ** min(failures, 10))
         return timedelta(seconds=growing * (1 + JITTER * (2 * self._chance() - 1)))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import cached_property
@@ -41,6 +41,7 @@ from outbox.stores.rows import as_attempts, as_seconds, history_line
 if TYPE_CHECKING:
     from outbox.stores.sql import SqlStore
 
+Fetch = Callable[[Connection, Executable, Mapping[str, Any]], Sequence[Sequence[Any]]]
 
 # What a statement that buries says of each message; the rest is copied from its row.
 BURIAL: Mapping[str, type[TypeEngine[Any]]] = {
@@ -168,6 +169,11 @@ class SettleStatements:
         )
 
 
+def executed(connection: Connection, statement: Executable, parameters: Mapping[str, Any]) -> Sequence[Sequence[Any]]:
+    """The rows of a statement, on anybody's connection."""
+    return connection.execute(statement, parameters).all()
+
+
 class SqlClaim:
     """A claim on one destination's due messages, as an asynchronous context manager."""
 
@@ -210,7 +216,9 @@ class SqlClaim:
             written = {id for id, outcome in outcomes.items() if outcome.in_transaction}
             to_write = {id: outcome for id, outcome in outcomes.items() if id not in written}
             if to_write:
-                written |= await self._store.apply(lambda connection: self._settle(connection, to_write))
+                written |= await self._store.apply(
+                    lambda connection: self._settle(connection, to_write, self._store.fetched)
+                )
             self._held -= outcomes.keys()
         return frozenset(outcomes.keys() - written)
 
@@ -218,7 +226,7 @@ class SqlClaim:
         return self._statements.completion, [{"row_id": attempt.id, "token": self._token}]
 
     def conclude(self, connection: Connection, attempt: Attempt, outcome: Outcome) -> bool:
-        return attempt.id in self._settle(connection, {attempt.id: outcome})
+        return attempt.id in self._settle(connection, {attempt.id: outcome}, executed)
 
     def lease_on(self, attempt: Attempt) -> Lease:
         return Lease(attempt.id, self._token)
@@ -239,7 +247,7 @@ class SqlClaim:
         assert self._wanted is not None  # noqa: S101 - or nobody would have asked
         self.bury(connection, self.hold(self._store.take(connection, self._wanted, self.terms)))
 
-    def _settle(self, connection: Connection, outcomes: Mapping[int, Outcome]) -> set[int]:
+    def _settle(self, connection: Connection, outcomes: Mapping[int, Outcome], fetch: Fetch) -> set[int]:
         done: list[int] = []
         released: list[int] = []
         postponed: Rows = []
@@ -262,7 +270,8 @@ class SqlClaim:
                     assert_never(outcome)
         written: set[int] = set()
         if done:
-            written |= self._ids(connection, self._statements.done, {"ids": self._store.listed(done)})
+            chosen = {"ids": self._store.listed(done), "token": self._token}
+            written.update(id for (id,) in fetch(connection, self._statements.done, chosen))
         if retries:
             written |= self._ids(connection, self._statements.retry, {"rows": self._store.json(retries)})
         written |= self.bury(connection, dead)

@@ -322,11 +322,16 @@ class PostgresqlStore(SqlStore):
         quoted = connection.dialect.identifier_preparer.format_table(self.messages)
         return int(connection.scalar(select(func.pg_stat_get_dead_tuples(cast(quoted, REGCLASS)))) or 0)
 
+    def fetched(
+        self, connection: Connection, statement: Executable, parameters: Mapping[str, Any]
+    ) -> Sequence[Sequence[Any]]:
+        return fetched(connection, statement, parameters)
+
     def take(
         self, connection: Connection, wanted: Mapping[str, Any], terms: Mapping[str, Any]
     ) -> Sequence[Sequence[Any]]:
         take = self._take_statement
-        rows = self._look_for(connection, {**wanted, **terms}, lambda all: fetched(connection, take, all))
+        rows = self._look_for(connection, {**wanted, **terms}, lambda all: self.fetched(connection, take, all))
         (self._calm.discard if rows else self._calm.add)(wanted["wanted"])
         return rows
 

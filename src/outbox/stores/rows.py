@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from operator import attrgetter, itemgetter
 from typing import Any
 
 from outbox.core.attempt import Attempt, Dead, Reason
 from outbox.core.dead_letter import DeadLetter
-from outbox.core.message import Message
+from outbox.core.message import Message, remade
 from outbox.core.store import StoredMessage
 from outbox.stores.tables import NOT_ROUTED
 
@@ -32,7 +31,6 @@ _KEPT = (
 GIVEN = tuple(name for name in _KEPT if name != "expires_at")  # what `message_row` fills
 CLAIMED = ("due_at", "id", "expired", "attempts", "starts", *_KEPT)  # what a leasing statement returns, in this order
 
-_CREATED_AT = _KEPT.index("created_at")
 _in_order = itemgetter(0, 1)
 _kept_by = attrgetter(*_KEPT)
 
@@ -71,41 +69,63 @@ def _message(
     body: bytes,
     created_at: datetime,
     expires_at: datetime | None,
-    *_: object,  # what a statement tells beyond the message
+    due_at: datetime | None = None,
 ) -> Message:
-    return Message(
-        routing_key=routing_key,
-        body=body,
-        content_type=content_type,
-        headers=json.loads(headers) if headers else {},
-        key=key,
-        tracking_ids=(*json.loads(tracking_ids), message_id) if tracking_ids else (message_id,),
-        created_at=as_utc(created_at),
-        expires_at=as_utc(expires_at) if expires_at else None,
+    return remade(
+        routing_key,
+        body,
+        content_type,
+        json.loads(headers) if headers else {},
+        key,
+        (*json.loads(tracking_ids), message_id) if tracking_ids else (message_id,),
+        created_at if created_at.tzinfo is UTC else as_utc(created_at),
+        as_utc(expires_at) if expires_at else None,
+        due_at,
     )
-
-
-def as_attempt(due_at: datetime, id: int, attempts: int, starts: int, kept: Sequence[Any]) -> Attempt:
-    """The attempt that a freshly claimed row stands for: its start is already counted."""
-    message = _message(*kept)
-    if due_at - kept[_CREATED_AT] > MUCH_LATER:
-        message = replace(message, due_at=as_utc(due_at))
-    return Attempt(message, attempts + 1, id, starts - attempts - 1)
 
 
 def as_attempts(rows: Sequence[Sequence[Any]]) -> tuple[list[Attempt], dict[int, Dead]]:
     """The attempts that claimed rows stand for, in their order, and by their ids those that nobody can attempt.
 
-    The rows hold CLAIMED by position: there are many of them, and names cost more than all the rest.
+    Their starts are counted already. The rows hold CLAIMED by position, and what a statement tells beyond it: there are
+    many of them, and names cost more than all the rest.
     """
     attempts: list[Attempt] = []
     dead: dict[int, Dead] = {}
-    for due_at, id, expired, ended, begun, *kept in sorted(rows, key=_in_order):
+    for (
+        due_at,
+        id,
+        expired,
+        ended,
+        begun,
+        message_id,
+        routing_key,
+        key,
+        content_type,
+        tracking_ids,
+        headers,
+        body,
+        created_at,
+        expires_at,
+        *_,
+    ) in sorted(rows, key=_in_order):
         try:
             if expired:
                 dead[id] = Dead(Reason.EXPIRED)
-            else:
-                attempts.append(as_attempt(due_at, id, ended, begun, kept))
+                continue
+            message = _message(
+                message_id,
+                routing_key,
+                key,
+                content_type,
+                tracking_ids,
+                headers,
+                body,
+                created_at,
+                expires_at,
+                as_utc(due_at) if due_at - created_at > MUCH_LATER else None,
+            )
+            attempts.append(Attempt(message, ended + 1, id, begun - ended - 1))
         except (TypeError, ValueError) as error:  # somebody else wrote this row
             dead[id] = Dead(Reason.UNDECODABLE, f"its row cannot be read: {error}")
     return attempts, dead

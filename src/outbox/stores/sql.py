@@ -60,7 +60,7 @@ from outbox.core.store import (
     Wanted,
 )
 from outbox.stores import circuits, examination, looks
-from outbox.stores.claims import BURIAL, SettleStatements, SqlClaim
+from outbox.stores.claims import BURIAL, SettleStatements, SqlClaim, executed
 from outbox.stores.dead_letters import SqlDeadLetters
 from outbox.stores.finish import finish
 from outbox.stores.heads import BEGINNING
@@ -307,6 +307,12 @@ class SqlStore(Spelling):
     def search(self, connection: Connection, statement: Any, parameters: Mapping[str, Any]) -> list[Row[Any]]:
         """Run a statement that is built on `due` and answers with `due_at` first."""
         return list(connection.execute(statement, {**parameters, "since": BEGINNING}).all())
+
+    def fetched(
+        self, connection: Connection, statement: Executable, parameters: Mapping[str, Any]
+    ) -> Sequence[Sequence[Any]]:
+        """Many rows of a statement, on a connection of the store's own for work whose statements stand alone."""
+        return executed(connection, statement, parameters)
 
     def take(
         self, connection: Connection, wanted: Mapping[str, Any], terms: Mapping[str, Any]

@@ -109,6 +109,7 @@ class HttpTransport:
         """Connections are made when they are needed, and kept for the next request."""
         self._opened += 1
         if self._opened == 1:
+            self._now = asyncio.get_running_loop().time
             self._slots = asyncio.Semaphore(self._concurrency)
             self._answered = float("-inf")  # when the destination last answered at all
             self._session = self._new_session()
@@ -119,7 +120,7 @@ class HttpTransport:
             await self._session.close()
 
     async def publish(self, messages: Sequence[Message]) -> Published:
-        batch = _Batch(iter(messages), last_start=_now() + (BATCH_WITHIN - self._timeout).total_seconds())
+        batch = _Batch(iter(messages), last_start=self._now() + (BATCH_WITHIN - self._timeout).total_seconds())
         await asyncio.gather(*(self._work(batch) for _ in range(min(self._concurrency, len(messages)))))
         # Only now: a request may have failed before another one of its time was answered.
         for silence in batch.silences:
@@ -138,10 +139,10 @@ class HttpTransport:
         """Post one message after the other. What cannot be answered within the relay's time is not begun."""
         while await self._slot(batch.last_start):
             try:
-                until = min(_now() + TURN, batch.last_start)
+                until = min(self._now() + TURN, batch.last_start)
                 for message in batch.messages:
                     await self._post(message, batch)
-                    if _now() > until:
+                    if self._now() > until:
                         break
                 else:
                     return
@@ -150,7 +151,7 @@ class HttpTransport:
 
     async def _slot(self, until: float) -> bool:
         """A place among the requests under way, unless none is free in time."""
-        if _now() > until:
+        if self._now() > until:
             return False
         if not self._slots.locked():
             return await self._slots.acquire()
@@ -161,7 +162,7 @@ class HttpTransport:
             return False
 
     async def _post(self, message: Message, batch: _Batch) -> None:
-        began = _now()
+        began = self._now()
         try:
             found = await self._answer(message)
         except asyncio.CancelledError:
@@ -185,13 +186,13 @@ class HttpTransport:
 
     async def _answer(self, message: Message) -> Refusal | None:
         """Why the destination does not take the message; None if it does."""
-        began = _now()
+        began = self._now()
         over_a_kept_connection = began - self._answered < KEEP_ALIVE
         try:
             return await self._ask(message)
         except aiohttp.ClientConnectionError as error:
             # A server may close a connection that it kept just as a request goes out. That tells nothing of either.
-            at_once = _now() - began < AT_ONCE
+            at_once = self._now() - began < AT_ONCE
             if isinstance(error, aiohttp.ClientConnectorError) or not (over_a_kept_connection and at_once):
                 raise
             return await self._ask(message)
@@ -202,7 +203,7 @@ class HttpTransport:
             headers |= webhooks.sign(self._secrets, message.id, int(time.time()), body)
         data = body if len(body) < LARGE_BODY else io.BytesIO(body)
         async with self._session.post(self._place.url, data=data, headers=headers, allow_redirects=False) as response:
-            self._answered = _now()
+            self._answered = self._now()
             said = await _read(response)
             if is_taken(response.status):
                 return None
@@ -263,10 +264,6 @@ async def _read(response: aiohttp.ClientResponse) -> bytes:
     if not response.content.at_eof():
         response.close()
     return said
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()
 
 
 def _described(error: Exception) -> str:
