@@ -21,6 +21,7 @@ SECRET = "whsec_" + "b3V0Ym94" * 4
 TAKEN = "taken"  # what a tripwire waits for
 NO_ANSWER = 0  # instead of a status: the connection is reset
 REFUSALS = (503, 500, 429)
+LAST_WORDS = 0.2  # seconds in which a connection that is cut still hears what was sent before
 AGAIN = 1  # second after which whoever is turned away may come again
 
 
@@ -67,6 +68,12 @@ class HttpLink(Link):
         super().close()
         self._place.close()
 
+    def _cut_all(self) -> None:
+        """A request that is on its way is read first, so that it is remembered; nobody is told anything any more."""
+        for pair in self._pairs:
+            pair.is_cut = True
+            self._loop.call_later(LAST_WORDS, pair.reset)
+
     def trips(self, message: bytes) -> bool:
         """Whether the tripwire waits for an answer, and this one says that a message was taken."""
         if not self.tripwire or not message.startswith(b"HTTP/1.1 2"):
@@ -87,8 +94,8 @@ class _HttpPair(Pair):
             head, body = await _whole(self._client)
             began, status = time.time(), None
             try:
-                if self._link.swallows:
-                    await self._client.read()  # until it is cut
+                if self._link.swallows or self.is_cut:
+                    await self._client.read()  # until it is reset
                     return
                 if self._link.status is None:
                     if self._to_server is None:
@@ -98,7 +105,7 @@ class _HttpPair(Pair):
                     answer = b"".join(await _whole(server))
                 else:
                     answer = _refusal(self._link.status)
-                if not answer or self._link.swallows or self._link.trips(answer):
+                if not answer or self.is_cut or self._link.swallows or self._link.trips(answer):
                     return
                 await self._pass_on(answer, self._to_client)
                 status = int(answer.split(b" ", 2)[1])

@@ -176,6 +176,7 @@ class Pair:
         self._link = link
         self._client, self._to_client = reader, writer
         self._to_server: asyncio.StreamWriter | None = None
+        self.is_cut = False  # what is still heard is not answered
 
     async def serve(self, server_port: int) -> None:
         greeting = await self._greeting()
