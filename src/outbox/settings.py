@@ -184,7 +184,7 @@ class Settings:
         None,
         "Pause of a relay or worker after an error of its database or broker: a duration, or a function of how many "
         "came in a row and of the last one.",
-        shown="from 0.2 s, doubling up to 10 s or, for a relay, 30 s; over HTTP from 1 s to 60 s",
+        shown="from 0.2 s, doubling up to 10 s or, for a relay, 30 s; over HTTP from 1 s to 7.5 s",
         parse=parse_duration,
     )
     expiration: Seconds | None = _option(

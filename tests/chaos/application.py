@@ -1,4 +1,4 @@
-"""Application: all that a run torments, which is one service or several, each with a database, and perhaps a broker."""
+"""Application: all that a run torments: services, each with a database, and what is between them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Self, TypeVar
 from tests.chaos.broker import Broker
 from tests.chaos.checker import FinalTables
 from tests.chaos.database import Database
+from tests.chaos.doorway import Doorway
 from tests.chaos.processes import Home
 
 EMPTY_FOR = 5.0  # seconds after which the queues of a broker are believed to be empty
@@ -27,18 +28,20 @@ class Service:
     members: Mapping[str, int]
     listeners: str = "tests.chaos.listeners:listeners"
     books: tuple[str, ...] = ()  # in which it keeps balances
+    takes_http: bool = False  # its workers are an application to which the other services' relays post
 
 
 class Application:
-    """Its databases and its broker, and what they say together."""
+    """Its databases, its broker or its doorway, and what they say together."""
 
     def __init__(self, services: Sequence[Service], disk_size: int, accounts: int, *, has_broker: bool) -> None:
         self._services = services
         self._accounts = accounts
         self.databases = [service.database(disk_size) for service in services]
         self.broker = Broker() if has_broker else None
+        self.doorway = Doorway() if any(service.takes_http for service in services) else None
         self.homes = [
-            Home(database, self.broker, service.listeners)
+            Home(database, self.broker, service.listeners, self.doorway, service.takes_http)
             for database, service in zip(self.databases, services, strict=True)
         ]
         self._stack = ExitStack()
@@ -52,6 +55,8 @@ class Application:
                     database.open_books(service.books, self._accounts)
             if self.broker is not None:
                 stack.enter_context(self.broker)
+            if self.doorway is not None:
+                stack.enter_context(self.doorway)
             self._stack = stack.pop_all()
         return self
 
@@ -97,6 +102,7 @@ class Application:
             open_sessions=sum(tables.open_sessions for tables in each),
             at_least_once=self.broker is not None,
             balances=_joined(tables.balances for tables in each),
+            asked=self.doorway.asked() if self.doorway is not None else (),
         )
 
 

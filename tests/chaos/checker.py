@@ -16,6 +16,7 @@ from tests.chaos.history import COMMITTED, ROLLED_BACK, UNKNOWN, UNTOLD, Emitted
 
 RECOVERY = 10.0  # seconds within which work resumes once the faults are over
 STOPPING = 20.0  # seconds within which a process that was told to stop is gone
+LONGEST_BATCH = 30.0  # seconds after which a relay knows what became of all that it sent at once
 TOLERANCE = 3  # a slow machine may take so many times as long
 
 PLANNED_FAILURE = "PlannedFailure"
@@ -46,6 +47,7 @@ class Kind(StrEnum):
     IDLE = "idle"  # no work was done after the last fault
     DESERTED = "deserted"  # a process ended that nobody had told to
     HUNG = "hung"  # a process did not end when it was told to
+    BURNT = "burnt"  # an attempt was counted although the destination was away
     UNBALANCED = "unbalanced"  # services differ about the balance of an account
 
 
@@ -95,6 +97,22 @@ class Change:
     old_token: str | None
     old_until: datetime | None
     new_token: str | None
+    attempts: int = 0  # that had failed before the change
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request that a relay sent over HTTP, as somebody on the way saw it."""
+
+    relay: str
+    message_id: str
+    began: float
+    ended: float
+    status: int | None  # none: the relay heard nothing
+
+    @property
+    def is_taken(self) -> bool:
+        return self.status is not None and 200 <= self.status <= 299
 
 
 @dataclass(frozen=True)
@@ -118,6 +136,7 @@ class FinalTables:
     open_sessions: int = 0  # of processes that should be gone
     at_least_once: bool = False  # a broker may deliver a message twice, and then it may have two dead letters
     balances: tuple[Balance, ...] = ()
+    asked: tuple[Asked, ...] = ()  # over HTTP, in the order in which it ended
 
 
 def check(history: History, tables: FinalTables) -> list[Violation]:
@@ -131,6 +150,7 @@ def check(history: History, tables: FinalTables) -> list[Violation]:
         *_dead_letters(facts, tables.at_least_once),
         *_leases(tables),
         *_recovery(history, tables),
+        *_outages(tables),
         *_processes(history),
         *_balances(tables),
     ]
@@ -295,11 +315,44 @@ def _leases(tables: FinalTables) -> Iterator[Violation]:
 
 def _recovery(history: History, tables: FinalTables) -> Iterator[Violation]:
     """Once the faults were over, work went on."""
-    calm = history.calm_since
-    if calm is not None and not any(0 <= effect.at - calm <= RECOVERY * TOLERANCE for effect in tables.effects):
-        yield Violation(
-            Kind.IDLE, "everybody", f"nothing was done for {RECOVERY * TOLERANCE:.0f} s after the last fault"
-        )
+    calm, longest = history.calm_since, RECOVERY * TOLERANCE
+    if calm is None:
+        return
+    if not any(0 <= effect.at - calm <= longest for effect in tables.effects):
+        yield Violation(Kind.IDLE, "everybody", f"nothing was done for {longest:.0f} s after the last fault")
+    if tables.asked and not any(each.is_taken and 0 <= each.ended - calm <= longest for each in tables.asked):
+        yield Violation(Kind.IDLE, "relays", f"nothing was taken over HTTP for {longest:.0f} s after the last fault")
+
+
+def _outages(tables: FinalTables) -> Iterator[Violation]:
+    """A relay counted no attempt but those that were refused, or not answered while others were.
+
+    It tells the latter from an outage when the batch ends. An outage at which nobody listens leaves no request here, so
+    nothing excuses an attempt that it burns.
+    """
+    if not tables.asked:
+        return
+    excused = excused_attempts(tables)
+    for change in tables.changes:
+        if change.deleted and not change.queue and change.attempts > excused[change.message_id]:
+            detail = f"{change.attempts} attempts, of which {excused[change.message_id]} were refused or passed over"
+            yield Violation(Kind.BURNT, change.message_id, detail)
+
+
+def excused_attempts(tables: FinalTables) -> Counter[str]:
+    """By message, how many attempts a relay may have counted at most."""
+    answers: dict[str, list[float]] = defaultdict(list)
+    for each in tables.asked:
+        if each.status is not None:
+            answers[each.relay].append(each.ended)
+    excused: Counter[str] = Counter()
+    for each in tables.asked:
+        if each.status is None:
+            later = answers[each.relay][bisect_left(answers[each.relay], each.began) :]
+            excused[each.message_id] += bool(later) and later[0] <= each.ended + LONGEST_BATCH
+        else:
+            excused[each.message_id] += not each.is_taken
+    return excused
 
 
 def recovery_times(history: History, tables: FinalTables) -> list[tuple[str, float]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,7 @@ from sqlalchemy import URL, Connection, NullPool, create_engine, func, insert, m
 from sqlalchemy.exc import SQLAlchemyError
 
 from outbox import Outbox
+from outbox.core.cloudevents import SOURCE
 from outbox.testing.programs import account
 from outbox.testing.servers import PostgreSQL
 from tests.chaos import tables
@@ -133,8 +135,10 @@ class Database(ABC):
             yield Effect(row.message_id, row.queue, row.attempt, row.digest, _utc(row.at).timestamp())
 
     def _waiting(self, connection: Connection) -> Iterator[tuple[str, str]]:
-        for row in connection.execute(text(f"SELECT message_id, destination FROM {tables.TABLE_NAME}")):
-            yield row.message_id, row.destination
+        columns = "message_id, destination, tracking_ids, headers"
+        for row in connection.execute(text(f"SELECT {columns} FROM {tables.TABLE_NAME}")):
+            came_over_http = SOURCE in json.loads(row.headers or "{}")
+            yield json.loads(row.tracking_ids)[-1] if came_over_http else row.message_id, row.destination
 
     def _balances(self, connection: Connection) -> Iterator[Balance]:
         for row in connection.execute(select(tables.balances)):
@@ -170,6 +174,7 @@ class Database(ABC):
                 old_token=row.old_token and row.old_token.hex,
                 old_until=row.old_until and _utc(row.old_until),
                 new_token=row.new_token and row.new_token.hex,
+                attempts=row.attempts,
             )
 
 

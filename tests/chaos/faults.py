@@ -15,6 +15,7 @@ from operator import methodcaller
 from tests.chaos.application import Application
 from tests.chaos.broker import Broker
 from tests.chaos.database import Database, PostgresqlDatabase
+from tests.chaos.doorway import NO_ANSWER, REFUSALS, TAKEN, Doorway
 from tests.chaos.processes import RELAY, WORKER, Crew, Member
 from tests.chaos.proxy import CONFIRM, Link
 from tests.chaos.schedule import Planned
@@ -38,6 +39,7 @@ class Faults:
         self._application = application
         self._alone = {database: asyncio.Lock() for database in application.databases}  # down for one reason at a time
         self._broker_alone = asyncio.Lock()
+        self._doorway_alone = asyncio.Lock()
         self._ways: Mapping[str, Callable[[Planned], Awaitable[None]]] = {
             "kill a producer": self._kill,
             "kill a relay": self._kill,
@@ -64,6 +66,12 @@ class Faults:
             "cut at confirm": self._cut_at_confirm,
             "crash everything": self._crash_everything,
             "restart everything": self._restart_everything,
+            "unreachable": self._unreachable,
+            "silence": self._silence,
+            "turned away": self._turned_away,
+            "resets": self._resets,
+            "cut from the receiver": self._cut_from_the_receiver,
+            "cut at answer": self._cut_at_answer,
         }
 
     async def strike(self, fault: Planned) -> None:
@@ -193,6 +201,49 @@ class Faults:
         """The broker has taken a message, and its publisher does not hear of it."""
         await _trip(self._broker_link(fault), CONFIRM)
 
+    # The way to an application that takes messages over HTTP.
+
+    async def _unreachable(self, fault: Planned) -> None:
+        """Nobody listens where the relays connect to."""
+        async with self._doorway_alone:
+            for link in self._doorway.links:
+                link.leave()
+            try:
+                await asyncio.sleep(fault.seconds)
+            finally:
+                for link in self._doorway.links:
+                    await asyncio.to_thread(link.come_back)
+
+    async def _silence(self, fault: Planned) -> None:
+        """Requests vanish, and so do answers."""
+        async with self._doorway_alone:
+            await asyncio.gather(*(_swallow(link, fault.seconds) for link in self._doorway.links))
+
+    async def _turned_away(self, fault: Planned) -> None:
+        """Somebody on the way answers, and lets nobody in."""
+        await self._answered(fault, REFUSALS[int(fault.chance * len(REFUSALS))])
+
+    async def _resets(self, fault: Planned) -> None:
+        """Every request that has come as a whole is answered with a reset connection."""
+        await self._answered(fault, NO_ANSWER)
+
+    async def _cut_from_the_receiver(self, fault: Planned) -> None:
+        await _until(self._http_link(fault).cut)
+
+    async def _cut_at_answer(self, fault: Planned) -> None:
+        """The application has taken a message, and its relay does not hear of it."""
+        await _trip(self._http_link(fault), TAKEN)
+
+    async def _answered(self, fault: Planned, status: int) -> None:
+        async with self._doorway_alone:
+            for link in self._doorway.links:
+                link.turn_away(status)
+            try:
+                await asyncio.sleep(fault.seconds)
+            finally:
+                for link in self._doorway.links:
+                    link.heal()
+
     # All servers at once.
 
     async def _crash_everything(self, fault: Planned) -> None:
@@ -244,6 +295,16 @@ class Faults:
 
     def _broker_link(self, fault: Planned) -> Link:
         link = self._crew.named(fault.target).broker_link
+        assert link is not None
+        return link
+
+    @property
+    def _doorway(self) -> Doorway:
+        assert self._application.doorway is not None
+        return self._application.doorway
+
+    def _http_link(self, fault: Planned) -> Link:
+        link = self._crew.named(fault.target).http_link
         assert link is not None
         return link
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from outbox import Message
+from outbox.core.cloudevents import SOURCE
 
 COMMITTED, ROLLED_BACK, UNKNOWN = "committed", "rolled back", "unknown"
 UNTOLD = "a listener's"  # whose worker commits, and does not tell it
@@ -32,6 +33,11 @@ class Historian:
             os.fsync(self._file)
 
 
+def original_id(message: Message) -> str:
+    """The one that its producer knows: what came over HTTP has another one here, made of this and its source."""
+    return message.tracking_ids[-2] if SOURCE in message.headers else message.id
+
+
 @dataclass(frozen=True)
 class Emitted:
     """A message as its producer made it."""
@@ -47,10 +53,10 @@ class Emitted:
     @classmethod
     def of(cls, message: Message, fate: str = "") -> Emitted:
         return cls(
-            id=message.id,
+            id=original_id(message),
             routing_key=message.routing_key,
             body=message.body,
-            headers=dict(message.headers),
+            headers={name: value for name, value in message.headers.items() if name != SOURCE},
             key=message.key,
             content_type=message.content_type,
             fate=fate,

@@ -15,7 +15,7 @@ from sqlalchemy.orm import Session
 from outbox import Message, Reject, listen
 from tests.chaos.checker import digest
 from tests.chaos.fates import FATES, MOST_ATTEMPTS, MOST_CRASHES, Fate
-from tests.chaos.history import Emitted
+from tests.chaos.history import Emitted, original_id
 from tests.chaos.surroundings import Surroundings, historian
 from tests.chaos.tables import effects
 
@@ -71,7 +71,7 @@ listeners = [invoices, ledger, poison, spare]
 
 
 def begin(order: Order, message: Message, queue: str, attempt: int) -> Fate:
-    historian().note("began", message=message.id, queue=queue, attempt=attempt)
+    historian().note("began", message=original_id(message), queue=queue, attempt=attempt)
     return FATES[order["fate"]]
 
 
@@ -79,15 +79,15 @@ def end(fate: Fate, message: Message, queue: str, attempt: int) -> None:
     """Return, or fail after the effect was written: it must not be kept."""
     if attempt > fate.failures:
         return
-    historian().note("failed", message=message.id, queue=queue, attempt=attempt)
+    historian().note("failed", message=original_id(message), queue=queue, attempt=attempt)
     if fate.reason == "rejected":
         raise Reject("nobody wants this order")
     raise PlannedFailure(f"attempt {attempt} {fate.name}")
 
 
 def effect(message: Message, queue: str, attempt: int) -> Insert:
-    seen = digest(Emitted.of(message))
-    return insert(effects).values(message_id=message.id, queue=queue, attempt=attempt, digest=seen)
+    seen = Emitted.of(message)
+    return insert(effects).values(message_id=seen.id, queue=queue, attempt=attempt, digest=digest(seen))
 
 
 def kill_once(message: Message) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from tests.chaos.broker import Broker
 from tests.chaos.database import Database
+from tests.chaos.doorway import SECRET, Doorway
 from tests.chaos.history import Historian
 from tests.chaos.surroundings import Surroundings
 from tests.chaos.tables import TABLE_NAME
@@ -23,6 +24,9 @@ ROOT = Path(__file__).parents[2]
 CLOCK = Path(__file__).parent / "clock"
 
 PRODUCER, RELAY, WORKER = "producer", "relay", "worker"
+
+RECEIVER = "tests.chaos.receiver:app"
+RELAY_RETRIES = ",".join(["1"] * 19)  # seconds between the attempts at what was refused
 
 LOOK_EVERY = 0.05  # seconds
 BACKOFF = 0.5  # seconds before a process that ended by itself is started again
@@ -38,6 +42,8 @@ class Home:
     database: Database
     broker: Broker | None
     listeners: str  # where its workers find them
+    doorway: Doorway | None = None  # to the service that takes messages over HTTP
+    is_behind_doorway: bool = False  # this is that service: its workers are what others post to
 
 
 class Member:
@@ -55,6 +61,7 @@ class Member:
         self._rig = rig
         self.link = home.database.link(self.name)
         self.broker_link = home.broker.link(self.name) if home.broker else None
+        self.http_link = home.doorway.link(self.name) if home.doorway and not home.is_behind_doorway else None
         self.incarnation = 0
         self.retired = False
         self._process: subprocess.Popen[bytes] | None = None
@@ -92,6 +99,13 @@ class Member:
         }
         if self.broker_link is not None:
             environment["OUTBOX_RABBITMQ_URL"] = f"amqp://guest:guest@127.0.0.1:{self.broker_link.port}/?heartbeat=2"
+        if self.http_link is not None:
+            self.http_link.name = self.title
+            environment |= {
+                "OUTBOX_TRANSPORT": f"http://127.0.0.1:{self.http_link.port}/",
+                "OUTBOX_WEBHOOK_SECRETS": SECRET,
+                "OUTBOX_RELAY_RETRY_DELAYS": RELAY_RETRIES,
+            }
         if clock_shift:
             paths = [str(CLOCK), os.environ.get("PYTHONPATH", "")]
             environment |= {"CHAOS_CLOCK_SHIFT": str(clock_shift), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
@@ -166,6 +180,8 @@ class Member:
             return "-m", "tests.chaos.producer", ("async", "sync")[self._number % 2]
         if self.role == RELAY:
             return "-m", "outbox", "relay"
+        if self._home.doorway is not None and self._home.is_behind_doorway:
+            return "-m", "uvicorn", RECEIVER, "--uds", str(self._home.doorway.socket), "--no-access-log"
         return "-m", "outbox", "worker", self._home.listeners
 
 

@@ -11,10 +11,12 @@ from tests.chaos.database import MEBIBYTE, PostgresqlDatabase, SqliteDatabase
 from tests.chaos.processes import PRODUCER, RELAY, WORKER
 from tests.chaos.schedule import (
     DATABASE,
+    ON_HTTP,
     ON_POSTGRESQL,
     ON_RABBITMQ,
     ON_SQLITE,
     ON_TWO_SERVICES,
+    SHORTLY_ON_HTTP,
     SHORTLY_ON_TWO_SERVICES,
 )
 from tests.chaos.tables import CONFIRMED, ORDERED, SHIPPED
@@ -126,6 +128,14 @@ def _of_two_services(profile: Profile) -> Profile:
     )
 
 
+_SENDING = Service(PostgresqlDatabase, {PRODUCER: 2, RELAY: 3})
+_RECEIVING = Service(PostgresqlDatabase, {WORKER: 1}, takes_http=True)
+
+
+def _over_http(profile: Profile) -> Profile:
+    return replace(profile, name="http", services=(_SENDING, _RECEIVING), kinds=ON_HTTP)
+
+
 SHORT: Mapping[str, Profile] = {
     profile.name: profile
     for profile in (
@@ -141,6 +151,9 @@ SHORT: Mapping[str, Profile] = {
             slow_share=0.005,
             backlog=60,
         ),
+        replace(
+            _over_http(_SHORT), kinds=SHORTLY_ON_HTTP, seconds=16, faults=17, messages=400, slow_share=0.005, kills=0.0
+        ),
     )
 }
 
@@ -151,5 +164,6 @@ LONG: Mapping[str, Profile] = {
         replace(_over_rabbitmq(_LONG), messages=100_000, slow_share=0.003, backlog=3000),
         replace(_SHORT_ON_SQLITE, seconds=180, faults=40, messages=5_000, kills=0.001, disk=256 * MEBIBYTE),
         replace(_of_two_services(_LONG), messages=30_000, slow_share=0.003, backlog=1000),
+        replace(_over_http(_LONG), messages=30_000, slow_share=0.003, backlog=1000),
     )
 }

@@ -10,9 +10,9 @@ import asyncio
 import socket
 import struct
 import threading
-from collections.abc import Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from contextlib import suppress
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 _NO_SSL = (80877103, 80877104)  # what a client asks first: SSL, or GSS encryption
 _CANCEL = 80877102
@@ -42,13 +42,15 @@ class Proxy:
 
     def link(self, name: str, server_port: int) -> Link:
         """A port of its own for one process, to PostgreSQL."""
-        return self._opened(Link(name, server_port, self._loop))
+        return self.opened(lambda loop: Link(name, server_port, loop))
 
     def broker_link(self, name: str, server_port: int) -> Link:
         """A port of its own for one process, to RabbitMQ."""
-        return self._opened(AmqpLink(name, server_port, self._loop))
+        return self.opened(lambda loop: AmqpLink(name, server_port, loop))
 
-    def _opened(self, link: Link) -> Link:
+    def opened(self, make: Callable[[asyncio.AbstractEventLoop], AnyLink]) -> AnyLink:
+        """A link of any kind."""
+        link = make(self._loop)
         self._run(link.open())
         self._links.append(link)
         return link
@@ -68,25 +70,30 @@ class Proxy:
 class Link:
     """Every connection of one process. What is set here holds for those that are open and those to come."""
 
-    _kind: ClassVar[type[_Pair]]
+    _kind: ClassVar[type[Pair]]
 
     def __init__(self, name: str, server_port: int, loop: asyncio.AbstractEventLoop) -> None:
         self.name = name  # what PostgreSQL will know connections by
         self.port = 0
         self._server_port = server_port
         self._loop = loop
-        self._pairs: set[_Pair] = set()
+        self._pairs: set[Pair] = set()
         self._server: asyncio.Server | None = None
         self.swallows = False
         self.delay = 0.0
         self.tripwire: frozenset[bytes] = frozenset()
         self.tripped = threading.Event()
 
+    @property
+    def connections(self) -> int:
+        """How many are open."""
+        return len(self._pairs)
+
     # What a fault may do; callable from any thread.
 
     def cut(self) -> int:
         """Reset every connection, as a router that lost its memory would; how many there were."""
-        count = len(self._pairs)
+        count = self.connections
         self._loop.call_soon_threadsafe(self._cut_all)
         return count
 
@@ -107,7 +114,6 @@ class Link:
         """Behave. What was swallowed is gone, so its connections are cut."""
         swallowed, self.swallows = self.swallows, False
         self.delay = 0.0
-        self.tripwire = frozenset()
         if swallowed:
             self.cut()
 
@@ -148,6 +154,9 @@ class Link:
         return True
 
 
+AnyLink = TypeVar("AnyLink", bound=Link)
+
+
 class AmqpLink(Link):
     """Connections to a RabbitMQ."""
 
@@ -160,13 +169,14 @@ class AmqpLink(Link):
         return True
 
 
-class _Pair:
+class Pair:
     """One connection of a client, and ours to the server."""
 
     def __init__(self, link: Link, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._link = link
         self._client, self._to_client = reader, writer
         self._to_server: asyncio.StreamWriter | None = None
+        self.is_cut = False  # what is still heard is not answered
 
     async def serve(self, server_port: int) -> None:
         greeting = await self._greeting()
@@ -240,7 +250,7 @@ class _Pair:
             await to.drain()
 
 
-class _AmqpPair(_Pair):
+class _AmqpPair(Pair):
     """Frames: a type, a channel, a length, the rest, and an end."""
 
     async def _greeting(self) -> bytes:
@@ -256,5 +266,5 @@ class _AmqpPair(_Pair):
         return end if end <= len(held) else 0
 
 
-Link._kind = _Pair
+Link._kind = Pair
 AmqpLink._kind = _AmqpPair

@@ -77,6 +77,12 @@ class Report:
         yield f"  transactions         {outcomes.total():>9}   {told}"
         yield f"  runs of listeners    {sum(not run.failed for run in self.history.runs):>9}"
         yield f"  audited writes       {len(self.tables.changes):>9}"
+        if asked := self.tables.asked:
+            refused = sum(each.status is not None and not each.is_taken for each in asked)
+            silent = sum(each.status is None for each in asked)
+            burnt = sum(each.attempts for each in self.tables.changes if each.deleted and not each.queue)
+            yield f"  requests over HTTP   {len(asked):>9}   {refused} refused, {silent} without an answer"
+            yield f"  attempts that failed {burnt:>9}"
         if balances := self.tables.balances:
             accounts = {each.account for each in balances}
             yield f"  balances compared    {len(balances):>9}   of {len(accounts)} accounts"

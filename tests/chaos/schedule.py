@@ -13,6 +13,7 @@ ANYBODY = (PRODUCER, RELAY, WORKER)
 EVERYBODY = ("everybody",)
 DATABASE = ("database",)
 BROKER = ("broker",)
+DOORWAY = ("doorway",)
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,15 @@ KINDS_OF_SERVICES: Mapping[str, Kind] = {
     "restart everything": Kind(EVERYBODY, 1, 0.0, 0.3),
 }
 
+KINDS_OF_HTTP: Mapping[str, Kind] = {
+    "unreachable": Kind(DOORWAY, 3, 0.5, 2.5),
+    "silence": Kind(DOORWAY, 2, 1.0, 4.0),
+    "turned away": Kind(DOORWAY, 3, 0.3, 1.5),
+    "resets": Kind(DOORWAY, 2, 0.3, 1.5),
+    "cut from the receiver": Kind((RELAY,), 3),
+    "cut at answer": Kind((RELAY,), 4),
+}
+
 ON_POSTGRESQL = tuple(KINDS)
 ON_RABBITMQ = (*KINDS, *KINDS_OF_BROKER)
 
@@ -76,6 +86,21 @@ SHORTLY_ON_TWO_SERVICES = (
     "black hole to the broker",
     "cut at confirm",
     "crash everything",
+)
+
+# Not a wrong clock: what is signed an hour ago or hence is refused, and rightly so.
+ON_HTTP = (*(kind for kind in KINDS if kind != "wrong clock"), *KINDS_OF_HTTP)
+SHORTLY_ON_HTTP = (
+    "kill a producer",
+    "kill a relay",
+    "kill a worker",
+    "freeze",
+    "crash the database",
+    "restart the database",
+    "cut",
+    "cut at commit",
+    "cut at write",
+    *KINDS_OF_HTTP,
 )
 
 ON_SQLITE = (
@@ -105,7 +130,7 @@ def schedule(
 ) -> list[Planned]:
     """`count` faults over so many seconds, every kind among them, in an order and at moments of chance."""
     chance = random.Random(seed)
-    known = {**KINDS, **KINDS_OF_BROKER, **KINDS_OF_SERVICES}
+    known = {**KINDS, **KINDS_OF_BROKER, **KINDS_OF_SERVICES, **KINDS_OF_HTTP}
     chosen = list(kinds) + chance.choices(kinds, [known[kind].weight for kind in kinds], k=max(0, count - len(kinds)))
     chosen = chosen[:count]
     chance.shuffle(chosen)

@@ -84,6 +84,7 @@ changes = Table(
     Column("old_token", Uuid),
     Column("old_until", DateTime(timezone=True)),
     Column("new_token", Uuid),
+    Column("attempts", Integer, nullable=False),
 )
 
 
@@ -97,8 +98,8 @@ def added(book: str, account: str, amount: int) -> Update:
     return update(balances).where(this).values(balance=balances.c.balance + amount)
 
 
-_COLUMNS = "application, statement_at, deleted, row_id, message_id, queue, old_token, old_until, new_token"
-_OLD = "OLD.id, OLD.message_id, OLD.destination, OLD.lease_token, OLD.lease_until"
+_COLUMNS = "application, statement_at, deleted, row_id, message_id, queue, old_token, old_until, attempts, new_token"
+_OLD = "OLD.id, OLD.message_id, OLD.destination, OLD.lease_token, OLD.lease_until, OLD.attempts"
 
 _ON_SQLITE = "NULL, strftime('%Y-%m-%d %H:%M:%f000', 'now')"
 

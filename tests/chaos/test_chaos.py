@@ -28,6 +28,10 @@ def test_faults_break_no_promise_between_two_services() -> None:
     check(run(SHORT["two-services"], 2600))
 
 
+def test_faults_break_no_promise_over_http() -> None:
+    check(run(SHORT["http"], 245))
+
+
 def check(report: Report) -> None:
     print("\n".join(report.lines()))  # pytest shows it if something is wrong
     assert not report.violations, f"histories and logs are in {report.folder}"

@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from tests.chaos.checker import Balance, Buried, Change, Effect, FinalTables, Kind, check, digest
+from tests.chaos.checker import Asked, Balance, Buried, Change, Effect, FinalTables, Kind, check, digest
 from tests.chaos.history import (
     COMMITTED,
     ROLLED_BACK,
@@ -51,6 +51,7 @@ class World:
     letters: dict[str, Buried]
     changes: list[Change]
     balances: dict[tuple[str, str], int]  # of books and accounts
+    asked: list[Asked]
     waiting: list[tuple[str, str]] = field(default_factory=list)
     open_sessions: int = 0
     at_least_once: bool = False
@@ -67,6 +68,7 @@ class World:
             self.open_sessions,
             self.at_least_once,
             tuple(Balance(book, account, balance) for (book, account), balance in self.balances.items()),
+            tuple(self.asked),
         )
         return [(violation.kind, violation.what) for violation in check(history, tables)]
 
@@ -152,12 +154,28 @@ def good_world() -> World:
             change("worker-0.1", 2, False, 1, "plain", "invoices", "a", at(3), "a"),  # renewed
             change("worker-1.1", 5, False, 1, "plain", "invoices", "a", at(4), "b"),  # taken over
             change("worker-1.1", 6, True, 1, "plain", "invoices", "b", at(7), None),  # done
+            *(
+                sent
+                for row, (id, attempts) in enumerate({"late": 1, "retried": 1, "poison": 0, "shared": 0}.items(), 2)
+                for sent in (
+                    change("relay-0.1", 60, False, row, id, "", None, None, id),  # claimed
+                    change("relay-0.1", 61, True, row, id, "", id, at(65), None, attempts),  # taken over HTTP
+                )
+            ),
         ],
         balances={
             (book, account): balance
             for book in ("ordered", "shipped", "confirmed")
             for account, balance in (("rich", 700), ("poor", 0))
         },
+        asked=[
+            Asked("relay-0.1", "late", 1.0, 2.0, 503),
+            Asked("relay-0.1", "plain", 1.0, 3.0, 202),
+            Asked("relay-0.1", "retried", 2.0, 4.0, None),  # the one before was answered meanwhile
+            Asked("relay-0.1", "poison", 5.0, 6.0, None),  # and after that nobody was, for longer than a batch lasts
+            Asked("relay-1.1", "late", 22.0, 22.1, 202),
+            *(Asked("relay-0.1", id, 60.0, 61.0, 202) for id in ("retried", "poison")),
+        ],
     )
 
 
@@ -355,7 +373,7 @@ BAD: Mapping[str, tuple[Spoil, Kind, str]] = {
         "plain",
     ),
     "nothing was done after the last fault": (
-        lambda world: setattr(world, "calm_since", 23.0),
+        lambda world: [world.change_effect(id, at=20.0) for id in ("late", "retried")],
         Kind.IDLE,
         "everybody",
     ),
@@ -398,6 +416,26 @@ BAD: Mapping[str, tuple[Spoil, Kind, str]] = {
         lambda world: world.effects.append(Effect("reply", "invoices", 1, "")),
         Kind.MISROUTED,
         "reply",
+    ),
+    "an attempt was counted that was never made": (
+        lambda world: world.change_row(-1, attempts=1),
+        Kind.BURNT,
+        "shared",
+    ),
+    "an attempt was counted while nobody was answered": (
+        lambda world: world.change_row(-3, attempts=1),
+        Kind.BURNT,
+        "poison",
+    ),
+    "more attempts were counted than were refused": (
+        lambda world: world.change_row(-7, attempts=2),
+        Kind.BURNT,
+        "late",
+    ),
+    "nothing was taken over HTTP after the last fault": (
+        lambda world: world.asked.remove(Asked("relay-1.1", "late", 22.0, 22.1, 202)),
+        Kind.IDLE,
+        "relays",
     ),
     "one service counted an amount twice": (
         lambda world: world.balances.update({("shipped", "rich"): 800}),

@@ -36,7 +36,7 @@ def test_every_kind_of_fault_is_planned_in_order_and_for_somebody_who_is_there(n
     assert [fault.at for fault in faults] == sorted(fault.at for fault in faults)
     assert faults[-1].at <= profile.seconds
     there = {f"{role}-{number}" for role, many in profile.targets.items() for number in range(many)}
-    assert {fault.target for fault in faults} <= there | {"database", "broker", "everybody"}
+    assert {fault.target for fault in faults} <= there | {"database", "broker", "doorway", "everybody"}
 
 
 def test_a_freeze_outlasts_the_lease() -> None:

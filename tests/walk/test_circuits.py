@@ -160,7 +160,7 @@ async def test_each_probe_is_one_message_and_another_one_and_pauses_double(outbo
         await relay.pass_time(100)
     assert relay.sink.sizes == [BATCH] + [1] * 8
     assert len({call[0].id for call in relay.sink.calls[1:]}) == 8
-    assert relay.pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+    assert relay.pauses == [1, 2, 4] + [7.5] * 6
     assert await untouched(outbox)
 
 
@@ -174,7 +174,7 @@ async def test_pauses_are_those_that_restart_delay_says(outbox: Outbox) -> None:
     for _ in range(4):
         await relay.round()
         await relay.pass_time(100)
-    assert relay.pauses == [5, 10, 4, 8]
+    assert relay.pauses == [5, 10, 4, 7.5]
 
 
 async def test_a_probes_message_stays_away_for_the_pause_and_no_other_does(outbox: Outbox) -> None:

@@ -263,6 +263,30 @@ async def test_connections_are_used_again(sink: HttpSink) -> None:
     assert sink.connections <= 8  # a stall may cost one or the other
 
 
+@pytest.mark.parametrize("unasked", [200, 408])
+async def test_what_a_server_says_unasked_is_no_answer_to_the_next_request(sink: HttpSink, unasked: int) -> None:
+    heard, said = asyncio.Event(), asyncio.Event()
+
+    async def answer_twice(request: Request, connection: Connection) -> bool:
+        await connection.send(answer(200))
+        await heard.wait()
+        await connection.send(answer(unasked))
+        said.set()
+        return True
+
+    async with opened(HttpTransport(sink.url, timeout=LONG)) as transport:
+        sink.behave(answer_twice, times=1)
+        sink.behave(status(503))
+        first, second = message(), message()
+        assert (await transport.publish([first])).confirmed == {first.id}
+        heard.set()
+        await said.wait()
+        await asyncio.sleep(0.1)  # the loop reads what has come
+        found = await transport.publish([second])
+        assert found.confirmed == frozenset()
+        assert "503" in found.refused[second.id].error
+
+
 async def test_a_connection_that_is_closed_under_a_request_costs_nothing(
     sink: HttpSink, monkeypatch: pytest.MonkeyPatch
 ) -> None:

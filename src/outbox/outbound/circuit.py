@@ -17,7 +17,7 @@ from outbox.core.pace import RestartDelay, chosen_pause
 from outbox.core.store import Circuit, CircuitState, Store
 
 LOOK_EVERY = 1.0  # seconds between two looks at what other relays found out
-SHORTEST, LONGEST = 1.0, 60.0  # seconds of pause, doubling
+SHORTEST, LONGEST = 1.0, 7.5  # seconds of pause, doubling: whoever comes back is asked within ten
 JITTER = 0.2  # of a pause, either way: relays of many services must not come back at the same moment
 
 

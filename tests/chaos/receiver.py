@@ -1,0 +1,13 @@
+"""Receiver: the application that takes messages over HTTP, for uvicorn. It handles them as a worker does."""
+
+from __future__ import annotations
+
+import logging
+
+from outbox import Outbox
+from tests.chaos.doorway import SECRET
+from tests.chaos.listeners import listeners
+
+logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+app = Outbox().http_app(listeners, secrets=SECRET)
