@@ -226,8 +226,5 @@ async def test_a_long_delay_holds_up_no_short_one_and_no_new_message(
     async with rabbitmq_outbox.running(relay=True, listeners=[process_order]):
         for kind in ("long", "short", "new"):
             await emit_and_commit(rabbitmq_outbox, "order.process", body=kind)
-        seen = {await arrival(arrivals)}
-        while len(seen) < 2:  # a delay's first use closes a channel, and what was on its way there is sent again
-            seen.add(await arrival(arrivals))
-        assert seen == {("short", 2), ("new", 1)}
+        assert {await arrival(arrivals), await arrival(arrivals)} == {("short", 2), ("new", 1)}
         assert (await taken(channel, "outbox.delay_300s")).body == b'"long"'
