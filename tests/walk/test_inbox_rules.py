@@ -123,6 +123,17 @@ async def behind(url: str, table_name: str, effects: Table, **options: Any) -> A
         await outbox.close()
 
 
+@pytest.fixture
+def one_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody commits but the listener: a worker cleans up as soon as it starts."""
+
+    async def nothing(self: Cleanup) -> int:
+        return 0
+
+    monkeypatch.setattr(Cleanup, "round", nothing)
+
+
+@pytest.mark.usefixtures("one_commit")
 @pytest.mark.parametrize("kind", ["async", "plain", "list"])
 async def test_a_commit_without_an_answer_is_not_acknowledged_and_its_copy_finds_the_entry(
     url_by_proxy: str, table_name: str, effects: Table, recorder: Recorder, link: Link, kind: str
@@ -158,6 +169,7 @@ async def test_a_commit_without_an_answer_is_not_acknowledged_and_its_copy_finds
         assert await written(outbox, effects) == [1]
 
 
+@pytest.mark.usefixtures("one_commit")
 async def test_a_commit_without_an_answer_on_the_database_counts_once(
     url_by_proxy: str, table_name: str, effects: Table, recorder: Recorder, link: Link
 ) -> None:

@@ -84,8 +84,10 @@ class RabbitmqTransport:
             self._publisher_link = self._link("publisher")
             self._consumer_link = self._publisher_link if self._given is not None else self._link("consumer")
             self._publishing = Publishing(self._publisher_link, within=self._answer_within)
+            # On a channel of their own: the first use of a delay closes it, and what is on its way there is sent again.
+            self._returning = Publishing(self._publisher_link, within=self._answer_within)
             self._courier = Courier(
-                self._publishing, self._names, partial(self._make, self._publisher_link), self._observe
+                self._returning, self._names, partial(self._make, self._publisher_link), self._observe
             )
             self._suspects = Suspects()
         await self._publisher_link.open()
@@ -98,6 +100,7 @@ class RabbitmqTransport:
         await asyncio.gather(*(tray.close() for tray in self._trays), return_exceptions=True)
         self._trays.clear()
         await self._courier.close()
+        await self._returning.close()
         await self._publishing.close()
         await self._publisher_link.close()
         await self._consumer_link.close()
