@@ -45,6 +45,7 @@ def row_of(message: Message, **further: Any) -> Any:
         "destination": "",
         "unroutable": False,
         "due_at": NOW,
+        "first_due_at": None,
         "routed_at": None,
         "lease_until": None,
         "done_at": None,

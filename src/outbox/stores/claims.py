@@ -25,6 +25,7 @@ from sqlalchemy import (
     bindparam,
     case,
     delete,
+    func,
     null,
     select,
     tuple_,
@@ -103,7 +104,7 @@ class SettleStatements:
             update(self._messages)
             .where(columns.id == rows.c.id, self._store.held())
             .values(
-                due_at=self._store.later(self._store.clock(), rows.c.delay),
+                **self._put_off(rows.c.delay),
                 attempts=columns.attempts + 1,
                 history=self._store.appended_history(rows.c.line),
                 lease_token=null(),
@@ -150,13 +151,21 @@ class SettleStatements:
             update(self._messages)
             .where(columns.id == rows.c.id, self._store.held())
             .values(
-                due_at=self._store.later(self._store.clock(), rows.c.delay),
+                **self._put_off(rows.c.delay),
                 starts=columns.starts - 1,
                 lease_token=null(),
                 lease_until=null(),
             )
             .returning(columns.id)
         )
+
+    def _put_off(self, delay: ColumnElement[float]) -> dict[str, Any]:
+        """A message is as old as when it was due at first: a copy of it may have arrived then."""
+        columns = self._messages.c
+        return {
+            "due_at": self._store.later(self._store.clock(), delay),
+            "first_due_at": func.coalesce(columns.first_due_at, columns.due_at),
+        }
 
     @cached_property
     def renew(self) -> Any:

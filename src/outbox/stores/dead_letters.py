@@ -88,6 +88,7 @@ class SqlDeadLetters(DeadLetters):
         line = bindparam("line", type_=Text)
         fresh: dict[str, ColumnElement[Any]] = {
             "due_at": self._store.clock(),
+            "first_due_at": null(),
             "expires_at": null(),
             "timer_id": null(),
             "attempts": literal(0),

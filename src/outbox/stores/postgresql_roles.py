@@ -24,6 +24,7 @@ _CHANGING = (
     "lease_token",
     "unroutable",
     "due_at",
+    "first_due_at",
     "routed_at",
     "attempts",
     "starts",

@@ -30,7 +30,10 @@ _KEPT = (
     "expires_at",
 )
 GIVEN = tuple(name for name in _KEPT if name != "expires_at")  # what `message_row` fills
-CLAIMED = ("due_at", "id", "expired", "attempts", "starts", *_KEPT)  # what a leasing statement returns, in this order
+CLAIMED = (  # what a leasing statement returns, in this order
+    *("due_at", "id", "first_due_at", "expired", "attempts", "starts"),
+    *_KEPT,
+)
 
 _in_order = itemgetter(0, 1)
 _kept_by = attrgetter(*_KEPT)
@@ -96,6 +99,7 @@ def as_attempts(rows: Sequence[Sequence[Any]]) -> tuple[list[Attempt], dict[int,
     for (
         due_at,
         id,
+        first_due_at,
         expired,
         ended,
         begun,
@@ -124,7 +128,7 @@ def as_attempts(rows: Sequence[Sequence[Any]]) -> tuple[list[Attempt], dict[int,
                 body,
                 created_at,
                 expires_at,
-                as_utc(due_at) if due_at - created_at > MUCH_LATER else None,
+                as_utc(due) if (due := first_due_at or due_at) - created_at > MUCH_LATER else None,
             )
             attempts.append(Attempt(message, ended + 1, id, begun - ended - 1))
         except (TypeError, ValueError) as error:  # somebody else wrote this row

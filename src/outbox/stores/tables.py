@@ -119,6 +119,7 @@ def message_columns() -> list[Column[object]]:
         Column("created_at", DateTime(timezone=True), nullable=False),
         Column("expires_at", DateTime(timezone=True)),
         Column("due_at", DateTime(timezone=True), nullable=False),
+        Column("first_due_at", DateTime(timezone=True)),  # what `due_at` was before it was put off
         Column("routed_at", DateTime(timezone=True)),
         Column("attempts", Integer, nullable=False, server_default="0"),  # tries that ended
         Column("starts", Integer, nullable=False, server_default="0"),  # tries that began

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 
 import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
@@ -73,6 +73,28 @@ class SettlingCases(StoreCases):
         assert (attempt.attempt_count, attempt.crash_count) == (1, 0)
         [stored] = await store.list_messages()
         assert (stored.state, stored.history) == ("delivered", "")
+
+    @pytest.mark.parametrize(
+        "outcome",
+        [RetryIn(timedelta(0), "boom"), Released(timedelta(milliseconds=1))],
+        ids=["retry", "postponed"],
+    )
+    async def test_a_message_stays_as_old_as_it_is_however_often_it_is_put_off(
+        self, engine: AsyncEngine, store: Store, outcome: Outcome
+    ) -> None:
+        await queued(engine, store, message(created_at=datetime.now(UTC) - timedelta(days=1)))
+        due_at = (await settled(store, outcome)).message.due_at
+        assert due_at is not None
+        for _ in range(2):
+            await soon(lambda: claimed(store))
+            assert (await settled(store, outcome)).message.due_at == due_at
+        await soon(lambda: claimed(store))
+        await settled(store, Dead(Reason.REFUSED, "no"))
+        [letter] = await store.dead_letters.list()
+        await store.dead_letters.replay([letter.id])
+        again = (await settled(store, Done())).message.due_at
+        assert again is not None
+        assert again > due_at
 
     async def test_what_is_given_back_for_later_lets_others_go_first(self, engine: AsyncEngine, store: Store) -> None:
         await queued(engine, store, message(body=b"first"), message(body=b"second"))
