@@ -23,6 +23,7 @@ from outbox.core.listener import Listener, check_listeners
 from outbox.core.message import Message
 from outbox.core.store import Backlog, Difference, Store, StoredMessage
 from outbox.core.transport import Defaults, Naming, Transport
+from outbox.core.webhooks import AnySecrets
 from outbox.engines import Engines, ListenerSessions
 from outbox.inbound.batch_handling import BatchHandling
 from outbox.inbound.batch_inbox import BatchInbox
@@ -32,7 +33,7 @@ from outbox.inbound.failing import Failing
 from outbox.inbound.handling import Handling
 from outbox.inbound.http.app import HttpApp
 from outbox.inbound.http.intake import Intake
-from outbox.inbound.http.terms import REQUIRED, AnySecrets, Required, Terms
+from outbox.inbound.http.terms import REQUIRED, Required, Terms
 from outbox.inbound.inbox import Inbox, Memory
 from outbox.inbound.receiving import Receiver, Unwanted
 from outbox.inbound.storing import Sources, Storing, as_storage, stored_first

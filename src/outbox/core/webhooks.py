@@ -40,7 +40,7 @@ class Secrets:
         self._keys = tuple(hmac.new(_key(secret), digestmod="sha256") for secret in secrets)
 
     @classmethod
-    def of(cls, given: Secrets | str | bytes | Iterable[str | bytes]) -> Secrets:
+    def of(cls, given: AnySecrets) -> Secrets:
         """One secret, several, or what was made of them before."""
         if isinstance(given, Secrets):
             return given
@@ -53,6 +53,9 @@ class Secrets:
     def signatures(self, content: bytes) -> list[str]:
         """One for each key, the newest first if they were given so."""
         return [_VERSION + b64encode(_digest(key, content)).decode() for key in self._keys]
+
+
+AnySecrets = Secrets | str | bytes | Iterable[str | bytes]  # as somebody may give them
 
 
 def sign(secrets: Secrets, id: str, timestamp: int, body: bytes) -> dict[str, str]:

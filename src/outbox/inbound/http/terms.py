@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final
@@ -10,9 +9,7 @@ from typing import Final
 from outbox.core.durations import Seconds, as_lifetime, configured
 from outbox.core.errors import ConfigurationError
 from outbox.core.message import LARGEST_HEADERS
-from outbox.core.webhooks import Secrets
-
-AnySecrets = Secrets | str | bytes | Iterable[str | bytes]
+from outbox.core.webhooks import AnySecrets, Secrets
 
 
 class Required(Enum):

@@ -6,7 +6,7 @@ import asyncio
 import re
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal, NoReturn, Self
@@ -37,7 +37,6 @@ KEEP_ALIVE = 4.0  # seconds that an idle connection is kept: less than servers d
 AT_ONCE = 1.0  # seconds in which a request is sent again whose connection was closed under it
 
 Mode = Literal["structured", "binary"]
-SomeSecrets = webhooks.Secrets | str | bytes | Iterable[str | bytes]
 Write = Callable[[Message, str], tuple[dict[str, str], bytes]]
 
 _DEFAULTS = Defaults()
@@ -59,7 +58,7 @@ class HttpTransport:
         *,
         source: str | None = None,  # default: the setting `source`
         mode: Mode = "structured",
-        secrets: SomeSecrets | None = None,  # default: the setting `webhook_secrets`; () signs nothing
+        secrets: webhooks.AnySecrets | None = None,  # default: the setting `webhook_secrets`; () signs nothing
         untrusted: bool = False,  # the URL comes from a user: https, public addresses
         plain_http: bool = False,  # http:// to other machines, too
         concurrency: int = CONCURRENCY,  # requests under way at once
