@@ -41,7 +41,7 @@ class Straight:
             while True:
                 await self.store.wait(0.01)
                 line = self.store._notifier._line
-                if line is not None and line is not other_than and line.is_free:
+                if line is not None and line is not other_than and line.is_free and line._raw._listeners:
                     return line
 
     async def emit(self) -> None:
