@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -359,6 +359,58 @@ async def test_a_connection_over_which_a_body_still_goes_out_is_not_used_again()
         writer.transport.abort()
 
 
+@asynccontextmanager
+async def answering_early(then: Callable[[Connection], Awaitable[None]], **options: Any) -> AsyncIterator[int]:
+    """The port of a server that says 200 as soon as it has the headers."""
+    stopped = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer(200))
+        await then(Connection(reader, writer, stopped))
+        writer.transport.abort()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0, **options) as server:
+        yield server.sockets[0].getsockname()[1]
+        stopped.set()
+
+
+def large_message() -> Message:
+    return message(body=b"1" * 16 * 2**20, content_type="text/plain")
+
+
+async def never_reads(connection: Connection) -> None:
+    await connection.stopped.wait()
+
+
+async def leaves(connection: Connection) -> None: ...
+
+
+async def test_an_answer_before_everything_has_gone_out_counts_once_it_has() -> None:
+    async def reads(connection: Connection) -> None:
+        with suppress(OSError):
+            while received[-1:] != b"}" and (piece := await connection.reader.read(2**20)):
+                received.extend(piece)
+        read.set()
+
+    sent, received, read = large_message(), bytearray(), asyncio.Event()
+    async with answering_early(reads) as port, opened(HttpTransport(f"http://127.0.0.1:{port}")) as transport:
+        assert (await transport.publish([sent])).confirmed == {sent.id}
+        async with asyncio.timeout(LONG):
+            await read.wait()
+    assert len(received) > len(sent.body)
+
+
+@pytest.mark.parametrize("then", [never_reads, leaves])
+async def test_nobody_has_taken_what_was_not_sent(then: Callable[[Connection], Awaitable[None]]) -> None:
+    async with (
+        answering_early(then) as port,
+        opened(HttpTransport(f"http://127.0.0.1:{port}", timeout=SHORT)) as transport,
+    ):
+        found = await transport.publish([large_message()])
+    assert (found.confirmed, found.refused) == (frozenset(), {})
+
+
 # What is sent.
 
 
@@ -468,6 +520,17 @@ async def secure(certificates: Path) -> AsyncIterator[HttpSink]:
     context.load_cert_chain(certificates / "certificate.pem", certificates / "key.pem")
     async with HttpSink(ssl_context=context) as sink:
         yield sink
+
+
+async def test_what_tls_has_encrypted_has_not_gone_out_yet(certificates: Path) -> None:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificates / "certificate.pem", certificates / "key.pem")
+    trusting = ssl.create_default_context(cafile=str(certificates / "ca.pem"))
+    async with answering_early(never_reads, ssl=context) as port:
+        url = f"https://localhost:{port}"
+        async with opened(HttpTransport(url, timeout=SHORT, ssl_context=trusting)) as transport:
+            found = await transport.publish([large_message()])
+    assert (found.confirmed, found.refused) == (frozenset(), {})
 
 
 async def test_a_certificate_has_to_be_trusted_and_for_that_host(secure: HttpSink, certificates: Path) -> None:

@@ -17,8 +17,10 @@ from aiohttp.http import HttpProcessingError
 from yarl import URL
 
 from outbox.core.errors import HeaderInvalid
+from outbox.transports.http.answers import is_taken
 
 BODY_WITHIN = 3.0  # seconds for the rest of an answer whose status is known
+GONE_OUT_EVERY = 0.01  # seconds between two looks at a request that was answered before it had gone out
 LARGEST_ANSWER = 64 * 1024  # bytes that are read; whoever says more is hung up on
 
 _WITHOUT_END = aiohttp.ClientTimeout(total=None)  # whoever asks has a deadline
@@ -77,7 +79,7 @@ class Answer:
     def _leave(self) -> None:
         """Keep the connection if both have said everything."""
         transport = self._connection.transport
-        if transport is not None and self._rest.at_eof() and not transport.get_write_buffer_size():
+        if transport is not None and self._rest.at_eof() and not _unsent(_carriers(transport)):
             self._connection.release()
         else:
             _hang_up(self._connection)
@@ -96,7 +98,29 @@ async def _answer(connection: Any, request: bytes) -> Answer:
             message, rest = await protocol.read()
     except HttpProcessingError as error:
         raise aiohttp.ClientError(f"this is no HTTP: {error.message}") from error
+    if is_taken(message.code):
+        await _gone_out(transport)
     return Answer(message.code, message.headers, rest, connection)
+
+
+async def _gone_out(transport: Any) -> None:
+    """Nobody has taken what was not sent yet, whatever they say."""
+    carriers = _carriers(transport)
+    while _unsent(carriers):
+        await asyncio.sleep(GONE_OUT_EVERY)
+        if any(each.is_closing() for each in carriers):
+            raise aiohttp.ClientPayloadError("it answered, and hung up before it had the whole message")
+
+
+def _unsent(carriers: Iterable[Any]) -> int:
+    """Bytes that the network has not taken yet."""
+    return sum(each.get_write_buffer_size() for each in carriers)
+
+
+def _carriers(transport: Any) -> list[Any]:
+    """The transport, and the one beneath it in which waits what TLS has encrypted."""
+    beneath = getattr(getattr(transport, "_ssl_protocol", None), "_transport", None)
+    return [transport] if beneath is None else [transport, beneath]
 
 
 def _hang_up(connection: Any) -> None:
