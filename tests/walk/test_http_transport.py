@@ -194,6 +194,24 @@ async def test_no_error_shows_what_may_be_secret_in_a_url(sink: HttpSink, kind: 
     assert "c4n4ry" not in repr(found)
 
 
+@pytest.mark.parametrize(
+    "first", [b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\n\r\n", b""], ids=["answer", "no HTTP"]
+)
+async def test_a_destination_that_repeats_a_request_shows_no_secret(first: bytes) -> None:
+    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(first + await reader.readuntil(b"\r\n\r\n"))
+        writer.close()
+
+    async with await asyncio.start_server(echo, "127.0.0.1", 0) as server:
+        url = f"http://user:password@127.0.0.1:{server.sockets[0].getsockname()[1]}/hook?token=c4n4ry"
+        headers = {"x-api-key": "c4n4ry-c4n4ry", "x-signature": "Bearer c4n4ry.c4n4ry"}
+        async with opened(HttpTransport(url, headers=headers)) as transport:
+            found = await transport.publish([message()])
+    assert "POST /hook?token=***" in repr(found)
+    assert "c4n4ry" not in repr(found)
+    assert "dXNlcjpwYXNzd29yZA" not in repr(found)
+
+
 async def test_answers_from_before_a_request_began_say_nothing_about_its_silence(sink: HttpSink) -> None:
     async with opened(HttpTransport(sink.url, timeout=SHORT)) as transport:
         assert (await transport.publish([message()])).confirmed

@@ -34,6 +34,7 @@ LONGEST_WITHIN = timedelta(seconds=20)
 BATCH_WITHIN = timedelta(seconds=25)  # for all answers to a batch: less than the relay gives it
 TURN = 0.2  # seconds after which a batch lets others have a slot: with each message would take longer than some answers
 KEEP_ALIVE = 4.0  # seconds that an idle connection is kept: less than servers do, so that few close under a request
+SHORTEST_SECRET = 6  # characters: what is shorter would be found everywhere
 AT_ONCE = 1.0  # seconds in which a request is sent again whose connection was closed under it
 
 Mode = Literal["structured", "binary"]
@@ -79,6 +80,7 @@ class HttpTransport:
         self._timeout = _checked_timeout(timeout)
         self._within = self._timeout.total_seconds()
         self._headers = _checked_headers(headers or {}, self._place)
+        self._secret = _secret_words(self._headers, self._place)
         self._ssl_context = ssl_context
         self._resolver = resolver
         self._opened = 0  # several relays of a process may share this transport
@@ -170,7 +172,7 @@ class HttpTransport:
         except AddressRefused as error:
             batch.refused[message.id] = Refusal(f"{self._place.host}: {error}")
         except (aiohttp.ClientError, OSError) as error:
-            batch.silences.append(_Silence(message.id, began, _described(error)))
+            batch.silences.append(_Silence(message.id, began, self._hidden(_described(error).encode()).decode()))
         except Exception as error:  # noqa: BLE001 - one message that cannot be sent must not take others with it
             batch.refused[message.id] = Refusal(_described(error))
         else:
@@ -202,8 +204,12 @@ class HttpTransport:
         said = await answer.read()
         if is_taken(answer.status):
             return None
-        found = refusal(answer.status, answer.headers.get("retry-after"), said, datetime.now(UTC))
+        found = refusal(answer.status, answer.headers.get("retry-after"), self._hidden(said), datetime.now(UTC))
         return replace(found, error=f"{self._place.host}: {found.error}")
+
+    def _hidden(self, text: bytes) -> bytes:
+        """Without what a destination may repeat of a request and nobody else must see."""
+        return self._secret.sub(b"***", text)
 
     def _connector(self) -> aiohttp.TCPConnector:
         guarded: dict[str, Any] = {"resolver": self._resolver}
@@ -277,3 +283,11 @@ def _checked_headers(headers: Mapping[str, str], place: Place) -> dict[str, str]
             raise ConfigurationError(f"the header {name!r}: headers are printable ASCII, names without spaces")
         checked[lower] = value
     return checked
+
+
+def _secret_words(headers: Mapping[str, str], place: Place) -> re.Pattern[bytes]:
+    """Finds what travels with every request and may be secret: values of headers and of the query."""
+    values = [value for name, value in headers.items() if name != "user-agent"]
+    words = {word for value in (*values, *place.url.query.values()) for word in value.split()}
+    secret = sorted((re.escape(word.encode()) for word in words if len(word) >= SHORTEST_SECRET), key=len, reverse=True)
+    return re.compile(b"|".join(secret) or b"(?!)")
