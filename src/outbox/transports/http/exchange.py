@@ -7,7 +7,7 @@ request anew, cookies, redirects, proxies, costs more than all the rest and must
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,7 @@ BODY_WITHIN = 3.0  # seconds for the rest of an answer whose status is known
 GONE_OUT_EVERY = 0.01  # seconds between two looks at a request that was answered before it had gone out
 LARGEST_ANSWER = 64 * 1024  # bytes that are read; whoever says more is hung up on
 
+_END_OF_HEADERS = b"\r\n\r\n"
 _WITHOUT_END = aiohttp.ClientTimeout(total=None)  # whoever asks has a deadline
 
 
@@ -91,6 +92,7 @@ async def _answer(connection: Any, request: bytes) -> Answer:
         # What came unasked over a kept connection would be taken for the answer to this request.
         raise aiohttp.ServerDisconnectedError("the connection was of no use any more")
     protocol.set_response_params(read_until_eof=True, auto_decompress=False)
+    protocol._parser = _Parser(protocol)
     transport.write(request)
     try:
         message, rest = await protocol.read()
@@ -101,6 +103,33 @@ async def _answer(connection: Any, request: bytes) -> Answer:
     if is_taken(message.code):
         await _gone_out(transport)
     return Answer(message.code, message.headers, rest, connection)
+
+
+class _Parser:
+    """aiohttp's, but an answer counts although what follows its headers is no HTTP: the body of a 204, for example."""
+
+    def __init__(self, protocol: Any) -> None:
+        self._protocol = protocol
+        self._parser = protocol._parser
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._parser, name)
+
+    def feed_data(self, data: bytes) -> tuple[Sequence[Any], bool, bytes]:
+        """The answers in it, whether the connection is for something else now, and what came of that."""
+        head, end, rest = data.partition(_END_OF_HEADERS)
+        found: tuple[Sequence[Any], bool, bytes] = self._parser.feed_data(head + end)
+        answers, upgraded, tail = found
+        if upgraded or not rest:
+            return answers, upgraded, tail + rest
+        try:
+            more, upgraded, tail = self._parser.feed_data(rest)
+        except HttpProcessingError:
+            if not any(answer.code >= 200 for answer, _ in answers):
+                raise
+            self._protocol.force_close()
+            return found
+        return [*answers, *more], upgraded, tail
 
 
 async def _gone_out(transport: Any) -> None:
