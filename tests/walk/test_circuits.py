@@ -187,6 +187,18 @@ async def test_a_probes_message_stays_away_for_the_pause_and_no_other_does(outbo
     assert due == [2]
 
 
+async def test_a_message_that_is_due_a_moment_after_its_probe_is_not_left_until_the_next_poll(outbox: Outbox) -> None:
+    relay = Process(outbox, Sink(nothing))
+    await emit(outbox, 1)
+    for _ in range(2):
+        await relay.round()
+        await relay.pass_time(10)
+    async with asyncio.timeout(PATIENCE):
+        await relay.publisher.wait(3600)  # it was not due when a claim looked, and is now: nothing rings any more
+    relay.sink.answer = yes
+    assert await relay.round() == 1
+
+
 async def test_an_answer_closes_it_and_traffic_grows_back(outbox: Outbox) -> None:
     relay = Process(outbox, Sink(nothing))
     await emit(outbox, 40)

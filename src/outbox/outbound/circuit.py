@@ -162,6 +162,10 @@ class Breaker:
         """Seconds to sleep before another round makes sense; none if there is no reason to."""
         return min(LOOK_EVERY, self._circuits.remaining(self._destination))
 
+    def patience(self, longest: float) -> float:
+        """Seconds to wait for something to send. The message of a probe is due a moment after the next one is."""
+        return longest if self._circuits.known(self._destination) is None else min(longest, LOOK_EVERY)
+
     def _pause(self, failures: int, error: str) -> timedelta:
         said = chosen_pause(self._restart_delay, failures + 1, TransportUnavailable(error))
         if said is not None:

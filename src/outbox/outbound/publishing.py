@@ -63,6 +63,7 @@ class Publisher:
         if held:
             await asyncio.sleep(held)
         else:
+            longest = longest if self._breaker is None else self._breaker.patience(longest)
             await self._store.wait(longest, destination=self._destination)
 
     async def _openly(self) -> int:
