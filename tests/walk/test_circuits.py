@@ -342,6 +342,27 @@ async def test_silence_does_not_open_it_while_others_get_answers(outbox: Outbox)
     assert await untouched(outbox)
 
 
+async def test_a_round_that_asked_nothing_does_not_open_it(outbox: Outbox) -> None:
+    relay = Process(outbox, Sink(lambda messages: Published(asked=False)))
+    await emit(outbox, 20)
+    assert await relay.round() == 0
+    assert await state(outbox) is None
+    assert await untouched(outbox)
+    relay.sink.answer = yes
+    assert await relay.round() == BATCH
+
+
+async def test_a_probe_that_asked_nothing_leaves_the_next_one_to_others(outbox: Outbox) -> None:
+    relay = Process(outbox, Sink(nothing))
+    await emit(outbox, 20)
+    await relay.round()
+    await relay.pass_time(2)
+    relay.sink.answer = lambda messages: Published(asked=False)
+    assert await relay.round() == 0
+    assert relay.sink.sizes == [BATCH, 1]
+    assert await state(outbox) is CircuitState.OPEN
+
+
 async def test_a_late_answer_to_an_earlier_round_closes_it(outbox: Outbox) -> None:
     released = asyncio.Event()
 

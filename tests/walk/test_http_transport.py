@@ -249,6 +249,20 @@ async def test_what_cannot_be_answered_in_the_relays_time_is_not_begun(
     assert len(sink.requests) == 2
 
 
+async def test_a_batch_that_got_no_turn_has_asked_nothing(sink: HttpSink, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The destination is slow, and not away."""
+    monkeypatch.setattr(http, "BATCH_WITHIN", timedelta(seconds=LONG + 1))
+    sink.behave(hang(SHORT))
+    first, second = message(), message()
+    async with opened(HttpTransport(sink.url, concurrency=1, timeout=LONG)) as transport:
+        slow = asyncio.create_task(transport.publish([first]))
+        await sink.until(1)
+        found = await transport.publish([second])
+        assert (found.answered, found.asked) == (False, False)
+        found = await slow
+    assert (found.confirmed, found.asked) == ({first.id}, True)
+
+
 async def test_no_more_requests_are_under_way_than_asked_for(sink: HttpSink) -> None:
     sink.behave(hang(0.02))
     async with opened(HttpTransport(sink.url, concurrency=3)) as transport:

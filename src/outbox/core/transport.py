@@ -61,6 +61,7 @@ class Published:
     confirmed: frozenset[str] = frozenset()  # the transport's positive confirmation of that very message
     refused: Mapping[str, Refusal] = field(default_factory=dict)
     silence: str = ""  # why nothing is known of the others, for people
+    asked: bool = True  # whether the destination was asked about any of them; if not, its silence means nothing
 
     @property
     def answered(self) -> bool:

@@ -91,6 +91,8 @@ class Publisher:
                 published, error = Published(), unavailable
             if published.answered:
                 await self._settle(claim, published)
+            elif not published.asked and not passage.probing:
+                return 0  # what was claimed is given back
             else:
                 # Another message goes first next time: this one may be what its destination cannot bear.
                 await self._settle(claim, published, await breaker.failed(passage, str(error)))

@@ -124,7 +124,8 @@ class HttpTransport:
             if self._answered > silence.began:
                 batch.refused[silence.id] = Refusal(f"{self._place.host} answers others: {silence.error}")
         why = batch.silences[0].error if batch.silences else ""
-        return Published(frozenset(batch.confirmed), batch.refused, why)
+        asked = bool(batch.silences or batch.confirmed or batch.refused)
+        return Published(frozenset(batch.confirmed), batch.refused, why, asked)
 
     async def declare(self, listeners: Sequence[Listener]) -> None:
         _cannot_deliver()
