@@ -166,7 +166,7 @@ class Backlog:
     dead_by_reason: Mapping[str, int] = field(default_factory=dict)
     rows_written: int = 0  # since the table was made: the difference of two looks tells a rate
     queues: tuple[QueueBacklog, ...] = ()
-    circuits: tuple[Circuit, ...] = ()  # of destinations that once did not answer
+    circuits: tuple[Circuit, ...] = ()  # of destinations that once did not answer, and still get messages or have some
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

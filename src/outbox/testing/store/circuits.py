@@ -121,11 +121,21 @@ class CircuitCases(StoreCases):
         await queued(engine, store, message(), message(), message())
         for reason in (Reason.REFUSED, Reason.EXHAUSTED, Reason.REFUSED):
             await settled(store, Dead(reason, "no"))
-        await store.open_circuit("d", LEASE, "away")
+        await store.open_circuit("q", LEASE, "away")
         backlog = await store.backlog()
         assert dict(backlog.dead_by_reason) == {"exhausted": 1, "refused": 2}
         [circuit] = backlog.circuits
-        assert (circuit.destination, circuit.state, circuit.error) == ("d", "open", "away")
+        assert (circuit.destination, circuit.state, circuit.error) == ("q", "open", "away")
+
+    async def test_the_backlog_tells_of_a_circuit_until_its_destination_has_nothing_more_to_get(
+        self, engine: AsyncEngine, store: Store
+    ) -> None:
+        await queued(engine, store, message())
+        await store.open_circuit("q", LEASE, "away")
+        await store.unbind("q")
+        assert [circuit.destination for circuit in (await store.backlog()).circuits] == ["q"]
+        await settled(store, Dead(Reason.EXPIRED, ""))
+        assert (await store.backlog()).circuits == ()
 
 
 async def _is_over(store: Store) -> bool:
