@@ -57,19 +57,6 @@ def outbox(make_outbox: MakeOutbox, recorder: Recorder) -> Outbox:
 
 
 @pytest.fixture
-def arrivals() -> Arrivals:
-    return asyncio.Queue()
-
-
-@pytest.fixture
-def listener(arrivals: Arrivals) -> Listener:
-    async def on_order(body: Any, message: Message) -> None:
-        arrivals.put_nowait((body, message))
-
-    return Listener("order.*", on_order, queue="orders")
-
-
-@pytest.fixture
 async def sender(outbox: Outbox, listener: Listener) -> AsyncIterator[Sender]:
     """To an application that asks for no signatures."""
     async with serving(outbox.http_app([listener], secrets=None)) as sender:
