@@ -202,7 +202,8 @@ def _nobody_asks(backlog: Backlog, lost: list[StoredMessage]) -> Iterator[Findin
     unbound = [found for found in backlog.queues if not found.binding_keys and found.delivered + found.retrying]
     for queue in unbound:
         what = f"{queue.delivered + queue.retrying} in the queue {queue.queue!r}, to which nothing is bound any more"
-        yield Finding(Level.WARNING, "routing", what, "start a worker that listens on it until it is empty")
+        advice = "start a worker that listens on it, or a relay with this route, until it is empty"
+        yield Finding(Level.WARNING, "routing", what, advice)
     if not backlog.unroutable and not unbound:
         yield Finding(Level.OK, "routing", "every message has a queue or waits to be routed")
 

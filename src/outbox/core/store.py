@@ -311,7 +311,8 @@ class Store(Feed, Protocol):
     async def record_transport(self, name: str, *, switch: bool = False) -> str:
         """Write the transport's name down if none is; returns the one that is recorded.
 
-        A switch writes it in any case. What the transport before refused or had no queue for is due at once then.
+        A switch writes it in any case. What the transport before refused or had no queue for is due at once then, and
+        an outage of its destination is forgotten.
         """
         ...
 

@@ -107,6 +107,12 @@ class CircuitCases(StoreCases):
         assert await store.close_circuit("d")
         assert (await only(store)).state is CircuitState.CLOSED
 
+    async def test_another_transport_knows_nothing_of_an_outage_of_the_one_before(self, store: Store) -> None:
+        await store.record_transport("http")
+        await store.open_circuit(None, LEASE, "away")
+        await store.record_transport("routes", switch=True)
+        assert await only(store) == Circuit(destination=None, state=CircuitState.CLOSED)
+
     async def test_a_hostile_error_of_a_destination_is_stored_clean(self, store: Store) -> None:
         await store.open_circuit("d", LEASE, "\x00\ud800'; DROP TABLE x; --" + "ä" * 20_000)
         error = (await only(store)).error
