@@ -1,4 +1,4 @@
-"""The `outbox` command on the databases at hand."""
+"""The `outbox` command and a small service on the databases at hand."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from outbox import Outbox
 
 from .commands import APPLICATION, Command
+from .shops import Shop
 
 
 @pytest.fixture
@@ -44,3 +45,14 @@ async def sqlite_outbox(sqlite_command: Command) -> AsyncIterator[Outbox]:
     outbox = Outbox(db_engine_url=sqlite_command.settings["OUTBOX_DB_ENGINE_URL"], poll_interval=0.2)
     yield outbox
     await outbox.close()
+
+
+@pytest.fixture
+async def shop(tmp_path: Path, outbox: Outbox, database_url: str, table_name: str) -> AsyncIterator[Shop]:
+    """Processes on the database at hand, which end with the test."""
+    shop = Shop(tmp_path, database_url, table_name)
+    try:
+        await shop.make_tables(outbox)
+        yield shop
+    finally:
+        shop.kill()
