@@ -1,4 +1,4 @@
-"""The `outbox` command on the databases at hand, and a listener that shows what arrives."""
+"""The `outbox` command and a small service on the databases at hand, and a listener that shows what arrives."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from outbox import Listener, Message, Outbox
 
 from .commands import APPLICATION, Command
+from .shops import Shop
 
 Arrivals = asyncio.Queue[tuple[Any, Message]]
 
@@ -64,3 +65,14 @@ def listener(arrivals: Arrivals) -> Listener:
         arrivals.put_nowait((body, message))
 
     return Listener("order.*", on_order, queue="orders")
+
+
+@pytest.fixture
+async def shop(tmp_path: Path, outbox: Outbox, database_url: str, table_name: str) -> AsyncIterator[Shop]:
+    """Processes on the database at hand, which end with the test."""
+    shop = Shop(tmp_path, database_url, table_name)
+    try:
+        await shop.make_tables(outbox)
+        yield shop
+    finally:
+        shop.kill()
