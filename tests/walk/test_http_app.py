@@ -14,7 +14,7 @@ from sqlalchemy import delete, text
 
 import outbox as library
 from outbox import ConfigurationError, Listener, Message, Outbox
-from outbox.core.events import Advised, Received, Troubled
+from outbox.core.events import Advised, Received, RequestDeclined, Troubled
 from outbox.inbound.http.app import HttpApp
 from outbox.testing.draining import drain
 from outbox.transports.memory import MemoryTransport
@@ -54,19 +54,6 @@ def recorder() -> Recorder:
 @pytest.fixture
 def outbox(make_outbox: MakeOutbox, recorder: Recorder) -> Outbox:
     return make_outbox(observers=[recorder])
-
-
-@pytest.fixture
-def arrivals() -> Arrivals:
-    return asyncio.Queue()
-
-
-@pytest.fixture
-def listener(arrivals: Arrivals) -> Listener:
-    async def on_order(body: Any, message: Message) -> None:
-        arrivals.put_nowait((body, message))
-
-    return Listener("order.*", on_order, queue="orders")
 
 
 @pytest.fixture
@@ -317,12 +304,13 @@ def tampered() -> dict[str, tuple[Any, bytes]]:
 @one_database
 @pytest.mark.parametrize("name", list(tampered()))
 async def test_what_is_not_signed_as_it_should_be_is_declined_with_401(
-    name: str, outbox: Outbox, listener: Listener, arrivals: Arrivals
+    name: str, outbox: Outbox, listener: Listener, arrivals: Arrivals, recorder: Recorder
 ) -> None:
     app = outbox.http_app([listener], secrets=SECRET)
     async with serving(app, lifespan="off") as sender:
         answered = await sender.post(*tampered()[name])
     assert answered.status == 401
+    assert recorder.of(RequestDeclined) == [RequestDeclined(401, answered.line)]
     assert SECRET.removeprefix("whsec_") not in answered.line
     await nothing_is_stored(outbox, arrivals)
 
@@ -404,7 +392,7 @@ async def test_a_request_that_says_it_is_too_large_is_declined_before_it_is_read
             assert (answered.status, "1000 bytes" in answered.line) == (413, True)
         headers, body = structured("x" * 800)
         assert (await sender.post(headers, body)).is_taken
-    await eventually(lambda: arrivals.qsize() == 1)
+        await eventually(lambda: arrivals.qsize() == 1)
 
 
 async def test_a_request_that_does_not_say_how_large_it_is_is_counted_while_it_is_read(
@@ -418,7 +406,7 @@ async def test_a_request_that_does_not_say_how_large_it_is_is_counted_while_it_i
         body = structured(1)[1]
         whole = b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
         assert (await sender.raw(chunked, whole)).is_taken, "in whatever pieces it comes"
-    assert (await arrival(arrivals))[0] == 1
+        assert (await arrival(arrivals))[0] == 1
     assert arrivals.empty()
 
 
