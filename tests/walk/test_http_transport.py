@@ -418,6 +418,7 @@ async def test_an_answer_before_everything_has_gone_out_counts_once_it_has() -> 
             while received[-1:] != b"}" and (piece := await connection.reader.read(2**20)):
                 received.extend(piece)
         read.set()
+        await connection.stopped.wait()
 
     sent, received, read = large_message(), bytearray(), asyncio.Event()
     async with answering_early(reads) as port, opened(HttpTransport(f"http://127.0.0.1:{port}")) as transport:
