@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 from sqlalchemy import delete, text
+from sqlalchemy.ext.asyncio import create_async_engine
 
 import outbox as library
 from outbox import ConfigurationError, Listener, Message, Outbox
@@ -20,6 +23,7 @@ from outbox.testing.draining import drain
 from outbox.transports.memory import MemoryTransport
 from tests.seeds.observing import Recorder, arrival, eventually
 
+from .certificates import make_certificates
 from .sending import (
     BATCHED,
     STRUCTURED,
@@ -541,6 +545,37 @@ async def test_while_the_database_is_away_senders_are_told_to_come_again(listene
     assert (answered.status, answered.headers["retry-after"]) == (503, "5")
     assert "pass" not in answered.line
     assert recorder.of(Troubled)[0].where == "storing for orders"
+    await outbox.close()
+
+
+async def test_a_database_that_cannot_prove_who_it_is_costs_no_message(listener: Listener, tmp_path: Path) -> None:
+    """The error of a certificate is a ValueError, and so is that of a value which cannot be stored."""
+    make_certificates(tmp_path / "tls", host="localhost")
+    theirs = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    theirs.load_cert_chain(tmp_path / "tls/certificate.pem", tmp_path / "tls/key.pem")
+
+    async def shake_hands(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readexactly(8)  # PostgreSQL's question for TLS
+        writer.write(b"S")
+        with suppress(OSError):
+            await writer.start_tls(theirs)
+        writer.close()
+
+    async with await asyncio.start_server(shake_hands, "127.0.0.1", 0) as server:
+        url = f"postgresql+asyncpg://nobody@localhost:{server.sockets[0].getsockname()[1]}/nothing"
+        engine = create_async_engine(url, connect_args={"ssl": ssl.create_default_context()})
+        await is_told_to_come_again(Outbox(db_engine=engine, observers=[]), listener)
+
+
+@pytest.mark.parametrize("driver", ["asyncpg", "psycopg"])
+async def test_a_database_whose_name_is_wrong_costs_no_message(listener: Listener, driver: str) -> None:
+    url = f"postgresql+{driver}://nobody@{'a' * 70}.invalid/nothing"  # a label is too long to be asked for
+    await is_told_to_come_again(Outbox(db_engine_url=url, observers=[]), listener)
+
+
+async def is_told_to_come_again(outbox: Outbox, listener: Listener) -> None:
+    async with serving(outbox.http_app([listener], secrets=None), lifespan="off") as sender:
+        assert (await sender.post(*structured())).status == 503
     await outbox.close()
 
 
