@@ -218,6 +218,22 @@ async def test_equal_webhook_ids_at_two_endpoints_are_two_messages(sender: Sende
     assert arrivals.empty()
 
 
+async def test_more_slashes_make_no_copy_new(
+    outbox: Outbox, listener: Listener, arrivals: Arrivals, recorder: Recorder
+) -> None:
+    async with serving(outbox.http_app([listener], secrets=SECRET)) as sender:
+        for id, path in (("msg_1", "{}"), ("msg_2", "{}order.paid")):
+            request = signed(webhook(b'{"type": "order.sent"}'), SECRET, id=id)
+            for slashes in ("/", "//", "/%2F", "/"):
+                assert (await sender.post(*request, path=path.format(slashes))).is_taken
+    assert sum(each.stored for each in recorder.of(Received)) == 2
+    assert sorted(each.routing_key for _, each in (await arrival(arrivals), await arrival(arrivals))) == [
+        "order.paid",
+        "order.sent",
+    ]
+    assert arrivals.empty()
+
+
 async def test_an_id_of_any_length_is_known_again(sender: Sender, arrivals: Arrivals, recorder: Recorder) -> None:
     long = {"id": "i" * 255, "source": "https://example.org/" + "s" * 2000}
     for _ in range(2):

@@ -86,6 +86,24 @@ async def test_it_is_mounted_in_fastapi(outbox: Outbox, listener: Listener, arri
     await check(app, arrivals)
 
 
+async def test_it_is_mounted_behind_a_proxy_that_takes_a_part_of_the_path_away(
+    outbox: Outbox, listener: Listener, arrivals: Arrivals
+) -> None:
+    hooks = outbox.http_app([listener], secrets=None)
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        async with hooks.running():
+            yield
+
+    app = Starlette(routes=[Route("/", front), Mount("/hooks", hooks)], lifespan=lifespan)
+
+    async def told_of_the_proxy(scope: Any, receive: Any, send: Any) -> None:
+        await app({**scope, "root_path": "/api"}, receive, send)
+
+    await check(told_of_the_proxy, arrivals)
+
+
 async def view(request: HttpRequest) -> HttpResponse:
     return HttpResponse("the shop", headers={"content-length": "8"})
 

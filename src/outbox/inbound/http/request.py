@@ -76,11 +76,15 @@ async def _body(receive: Receive, largest: int) -> bytes:
 
 
 def _paths(scope: Scope) -> tuple[str, str]:
-    """Servers and frameworks do not agree whether a path begins with that of the mount."""
-    path, root = scope["path"], scope.get("root_path", "").rstrip("/")
-    if root and path != root and not path.startswith(f"{root}/"):
-        path = root + path
-    return path, path.removeprefix(root).strip("/")
+    """The path, and what of it lies below the mount.
+
+    Servers, proxies and frameworks do not agree how much of the mount's path a request's begins with. And however many
+    slashes somebody writes, it is the same endpoint: otherwise one more would make a copy new.
+    """
+    root, path = ([word for word in scope.get(name, "").split("/") if word] for name in ("root_path", "path"))
+    stripped = next(count for count in range(len(root) + 1) if path[: len(root) - count] == root[count:])
+    below = path[len(root) - stripped :]
+    return "/" + "/".join([*root, *below]), "/".join(below)
 
 
 def _too_large(largest: int) -> Declined:
