@@ -297,7 +297,28 @@ async def test_a_call_with_no_session_in_its_place_gets_one(shop: Shop) -> None:
     await shop.place(number=2)
     with pytest.raises(Failure):
         await shop.place(3, True)  # as if there were no session
+    with pytest.raises(Failure):
+        await shop.place(4, True, session=None)
     assert await shop.kept(1, 2)
+
+
+async def test_a_session_that_is_passed_by_name_leaves_any_number_of_places_to_others(shop: Shop) -> None:
+    @shop.outbox.transactional
+    async def place(*numbers: int, session: AsyncSession) -> None:
+        for number in numbers:
+            await shop.write(number, session)
+
+    @shop.outbox.transactional
+    def place_now(*numbers: int, session: Session) -> None:
+        for number in numbers:
+            shop.write_now(number, session)
+
+    await place(1, 2, 3)
+    await place()
+    await asyncio.to_thread(place_now, 4, 5, 6)
+    async with shop.outbox.transaction() as session:
+        await place(7, 8, session=session)
+    assert await shop.kept(*range(1, 9))
 
 
 async def test_a_session_in_the_first_place_is_found_there(shop: Shop) -> None:

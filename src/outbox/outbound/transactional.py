@@ -102,7 +102,7 @@ class Place:
 
     kind: type[AsyncSession] | type[Session]
     name: str
-    position: int
+    position: int | None  # none if it is passed by name only
     signature_without_it: inspect.Signature
 
     @classmethod
@@ -128,13 +128,16 @@ class Place:
             raise ConfigurationError(f"{name}: an async function would block on a Session; ask for AsyncSession")
         if parameter.kind is Parameter.POSITIONAL_ONLY:
             raise ConfigurationError(f"{name}: the session needs a name to be passed by; remove the `/` behind it")
-        return cls(kind, parameter.name, position, signature.replace(parameters=parameters))
+        by_name = parameter.kind is Parameter.KEYWORD_ONLY
+        return cls(kind, parameter.name, None if by_name else position, signature.replace(parameters=parameters))
 
     def is_taken(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the caller passes a session."""
         if self.name in kwargs:
             return kwargs[self.name] is not None
-        return len(args) > self.position and isinstance(args[self.position], _SESSIONS)
+        if self.position is None or len(args) <= self.position:
+            return False
+        return isinstance(args[self.position], _SESSIONS)
 
     def call(
         self,
@@ -144,9 +147,10 @@ class Place:
         session: AsyncSession | Session,
     ) -> Any:
         """Call the function with a session in its place."""
-        if len(args) <= self.position:
+        if self.position is None or len(args) <= self.position:
             return function(*args, **{**kwargs, self.name: session})
-        return function(*args[: self.position], session, *args[self.position :], **kwargs)
+        others = {name: value for name, value in kwargs.items() if name != self.name}
+        return function(*args[: self.position], session, *args[self.position :], **others)
 
 
 _SESSIONS = (AsyncSession, Session, async_scoped_session, scoped_session)
