@@ -478,14 +478,20 @@ async def test_a_hook_that_fails_is_told_and_stops_nobody(make_outbox: MakeOutbo
     async def fail_later() -> None:
         raise Failure
 
+    async def wait_for_what_was_cancelled() -> None:
+        task = asyncio.create_task(asyncio.sleep(60))
+        task.cancel()
+        await task
+
     async with outbox.transaction() as session:
         await outbox.emit(session, "order.placed", 1)
         outbox.after_commit(session, fail)
         outbox.after_commit(session, fail_later)
+        outbox.after_commit(session, wait_for_what_was_cancelled)
         outbox.after_commit(session, lambda: told.append("still"))
     failed = recorder.of(HookFailed)
-    assert [type(each.error) for each in failed] == [Failure, Failure]
-    assert [each.what.rpartition(".")[2] for each in failed] == ["fail", "fail_later"]
+    assert [type(each.error) for each in failed] == [Failure, Failure, asyncio.CancelledError]
+    assert [each.what.rpartition(".")[2] for each in failed] == ["fail", "fail_later", "wait_for_what_was_cancelled"]
     assert told == ["still"]
     assert len(await outbox.messages()) == 1
 
