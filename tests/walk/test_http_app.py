@@ -519,7 +519,7 @@ async def test_what_comes_together_is_stored_together(
     outbox: Outbox, make_outbox: MakeOutbox, listener: Listener, arrivals: Arrivals, recorder: Recorder
 ) -> None:
     app = outbox.http_app([listener], secrets=None)
-    gathering = app._intake._gatherings["orders"]
+    gathering = app._intake.gathering("orders")
     async with serving(app) as sender:
         async with held(make_outbox()):
             first = asyncio.ensure_future(sender.post(*structured(0, id="0")))
@@ -529,6 +529,49 @@ async def test_what_comes_together_is_stored_together(
         assert {each.status for each in [await first, *await sending]} == {202}
         assert {(await arrival(arrivals))[0] for _ in range(30)} == set(range(30))
     assert [each.stored for each in recorder.of(Received)] == [1, 29]
+
+
+def test_one_event_loop_does_not_wait_for_what_another_stores(
+    database_url: str, table_name: str, listener: Listener
+) -> None:
+    outbox = Outbox(db_engine_url=database_url, table_name=table_name, observers=[])
+    app = outbox.http_app([listener], secrets=None, timeout=SHORT)
+
+    async def post(id: str) -> int:
+        headers, body = structured(id=id)
+        sent: list[Any] = []
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": body}
+
+        async def send(event: Any) -> None:
+            sent.append(event)
+
+        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await app({"type": "http", "method": "POST", "path": "/", "headers": raw}, receive, send)
+        status: int = sent[0]["status"]
+        return status
+
+    async def begin() -> asyncio.Task[int]:
+        await outbox.create_tables()
+        task = asyncio.create_task(post("1"))
+        while app._intake.gathering("orders")._writing is None:
+            await asyncio.sleep(0)
+        return task
+
+    async def is_taken() -> bool:
+        return await post("2") == 202
+
+    async def eventually_taken() -> None:
+        await eventually(is_taken)
+        await outbox.store.close()
+
+    first = asyncio.new_event_loop()
+    stopped_in_the_middle = first.run_until_complete(begin())
+    asyncio.run(eventually_taken())
+    first.run_until_complete(stopped_in_the_middle)
+    first.run_until_complete(outbox.close())
+    first.close()
 
 
 async def test_while_the_database_is_silent_senders_are_told_to_come_again_and_then_nothing_happens_twice(
