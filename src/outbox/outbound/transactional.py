@@ -109,6 +109,8 @@ class Place:
     def of(cls, function: Callable[..., Any]) -> Place:
         """Find the parameter that is annotated with a session; what cannot work is refused."""
         name = _name(function)
+        if isinstance(function, classmethod | staticmethod):
+            raise ConfigurationError(f"{name}: write @{type(function).__name__} above @transactional, not below it")
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
             raise ConfigurationError(f"{name}: a generator outlives its transaction; use `async with transaction()`")
         signature = _resolved(function)
@@ -126,8 +128,10 @@ class Place:
             raise ConfigurationError(f"{name}: a plain function cannot use an AsyncSession; make it `async def`")
         if kind is Session and is_async(function):
             raise ConfigurationError(f"{name}: an async function would block on a Session; ask for AsyncSession")
-        if parameter.kind is Parameter.POSITIONAL_ONLY:
-            raise ConfigurationError(f"{name}: the session needs a name to be passed by; remove the `/` behind it")
+        if parameter.kind not in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY):
+            raise ConfigurationError(
+                f"{name}: the session needs a name to be passed by; remove the `/` behind it, or *"
+            )
         by_name = parameter.kind is Parameter.KEYWORD_ONLY
         return cls(kind, parameter.name, None if by_name else position, signature.replace(parameters=parameters))
 
