@@ -11,10 +11,6 @@ from outbox.inbound.http.answer import Declined, Receive, Scope
 _READ_ONCE = ("content-", "ce-", "webhook-")  # two different ones would leave open which of them counts
 
 
-class SenderGone(Exception):
-    """The connection ended before the request did: there is nobody to answer."""
-
-
 @dataclass(frozen=True, slots=True)
 class Request:
     """A whole request."""
@@ -65,7 +61,8 @@ async def _body(receive: Receive, largest: int) -> bytes:
     while True:
         event = await receive()
         if event["type"] == "http.disconnect":
-            raise SenderGone
+            # Nobody hears it. But a middleware that saw no answer would take that for a fault.
+            raise Declined(400, "the connection ended before the request did")
         part = event.get("body", b"")
         parts.append(part)
         size += len(part)
