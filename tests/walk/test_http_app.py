@@ -16,7 +16,7 @@ from sqlalchemy import delete, text
 from sqlalchemy.ext.asyncio import create_async_engine
 
 import outbox as library
-from outbox import ConfigurationError, Listener, Message, Outbox
+from outbox import NEVER, ConfigurationError, Listener, Message, Outbox
 from outbox.core.events import Advised, Received, Troubled
 from outbox.inbound.http.app import HttpApp
 from outbox.testing.draining import drain
@@ -770,6 +770,18 @@ async def test_secrets_are_required_unless_somebody_wants_none(outbox: Outbox, l
     with pytest.raises(ConfigurationError, match="secrets=None"):
         outbox.http_app([listener])
     outbox.http_app([listener], secrets=None)
+
+
+@one_database
+async def test_a_request_is_known_for_as_long_as_its_signature_is_valid(
+    make_outbox: MakeOutbox, listener: Listener
+) -> None:
+    forgetful = make_outbox(inbox_retention=timedelta(minutes=9))
+    with pytest.raises(ConfigurationError, match=r"inbox_retention=9m: .* at least 10m"):
+        forgetful.http_app([listener], secrets=SECRET)
+    forgetful.http_app([listener], secrets=None)
+    for retention in (timedelta(minutes=10), NEVER):
+        make_outbox(inbox_retention=retention).http_app([listener], secrets=SECRET)
 
 
 @one_database
