@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import pytest
@@ -79,6 +80,11 @@ def generator(session: Session) -> Iterator[int]:
     yield 1
 
 
+@contextmanager
+def context(session: Session) -> Iterator[int]:
+    yield 1
+
+
 @pytest.mark.parametrize(
     ("function", "advice"),
     [
@@ -93,6 +99,7 @@ def generator(session: Session) -> Iterator[int]:
         (cannot_await, "make it `async def`"),
         (async_generator, r"use `async with transaction\(\)`"),
         (generator, r"use `async with transaction\(\)`"),
+        (context, r"use `async with transaction\(\)`"),
     ],
 )
 def test_what_cannot_work_is_refused_with_advice_before_it_is_called(function: Callable[..., Any], advice: str) -> None:

@@ -111,7 +111,8 @@ class Place:
         name = _name(function)
         if isinstance(function, classmethod | staticmethod):
             raise ConfigurationError(f"{name}: write @{type(function).__name__} above @transactional, not below it")
-        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        behind = inspect.unwrap(function)  # such as @contextmanager
+        if inspect.isgeneratorfunction(behind) or inspect.isasyncgenfunction(behind):
             raise ConfigurationError(f"{name}: a generator outlives its transaction; use `async with transaction()`")
         signature = _resolved(function)
         parameters = list(signature.parameters.values())
