@@ -126,16 +126,21 @@ def last_words(code: int = 200) -> Behaviour:
     return behave
 
 
+async def _byte_by_byte(connection: Connection, said: bytes, pause: float) -> bool:
+    """Whether somebody waited for all of it."""
+    for byte in said:
+        await connection.send(bytes([byte]))
+        await connection.pause(pause)
+        if connection.stopped.is_set() or connection.reader.at_eof():
+            return False
+    return True
+
+
 def drip(pause: float, *, body: bytes = b"x" * 1000, code: int = 200) -> Behaviour:
     """An answer byte by byte: headers first, if anybody waits so long."""
 
     async def behave(request: Request, connection: Connection) -> bool:
-        for byte in answer(code, None, body):
-            await connection.send(bytes([byte]))
-            await connection.pause(pause)
-            if connection.stopped.is_set() or connection.reader.at_eof():
-                return False
-        return True
+        return await _byte_by_byte(connection, answer(code, None, body), pause)
 
     return behave
 
@@ -145,12 +150,7 @@ def drip_body(pause: float, *, body: bytes = b"x" * 1000, code: int = 200) -> Be
 
     async def behave(request: Request, connection: Connection) -> bool:
         await connection.send(answer(code, {"content-length": str(len(body))}))
-        for byte in body:
-            await connection.send(bytes([byte]))
-            await connection.pause(pause)
-            if connection.stopped.is_set() or connection.reader.at_eof():
-                return False
-        return True
+        return await _byte_by_byte(connection, body, pause)
 
     return behave
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from importlib.metadata import entry_points, metadata
+from importlib.metadata import entry_points, metadata, requires
 from importlib.util import find_spec
 from typing import Any, cast
 
@@ -22,6 +23,7 @@ STORES = "outbox.stores"  # the entry point group; names are SQLAlchemy's names 
 TRANSPORTS = "outbox.transports"  # names are URL schemes, or modules whose connections are taken
 
 _DEFAULTS = Defaults()
+_EXTRA = re.compile(r"(?P<distribution>[\w.-]+).*; extra == ['\"](?P<extra>\w+)['\"]")  # of what we require
 _DRIVER_MODULES = {"pysqlite": "sqlite3"}  # where a driver's name is not its module's
 
 
@@ -34,10 +36,9 @@ def store_class(dialect: str) -> StoreClass:
 def transport_for(value: object, defaults: Defaults = _DEFAULTS) -> Transport:
     """A transport from a URL, a client library's connection, a function, or a transport itself."""
     if isinstance(value, str):
-        scheme = value.split(":", 1)[0] if ":" in value else value
-        make: Callable[[object, Defaults], Transport] = _load(
-            TRANSPORTS, scheme, "no transport for {name}:// URLs is installed; there are: {known}"
-        )
+        scheme, colon, _ = value.partition(":")
+        unknown = "no transport for {name}:// URLs is installed" if colon else "no URL: write for example https://…"
+        make: Callable[[object, Defaults], Transport] = _load(TRANSPORTS, scheme, f"{unknown}; there are: {{known}}")
         return make(value, defaults)
     if hasattr(value, "publish") and hasattr(value, "consume"):
         if isinstance(value, Adopting):
@@ -59,8 +60,11 @@ def routes_for(values: Mapping[str, object], defaults: Defaults = _DEFAULTS) -> 
     for binding_key, value in values.items():
         name = next((name for name, (known, _) in found.items() if known is value or known == value), None)
         if name is None:
-            transport = transport_for(value, defaults)
-            name = route_name(value, transport)
+            try:
+                transport = transport_for(value, defaults)
+                name = route_name(value, transport)
+            except ConfigurationError as error:
+                raise ConfigurationError(f"the route of {binding_key!r}: {error}") from None
             if name in found:
                 raise ConfigurationError(
                     f"two routes are called {name!r}: their messages could not be told apart. Give one of them a "
@@ -145,6 +149,17 @@ def _load(group: str, name: str, missing: str) -> Any:
             try:
                 return point.load()
             except ImportError as error:
-                raise ConfigurationError(f"{name} needs a module that is not installed: {error}") from error
+                advice = _installation(error.name or "")
+                raise ConfigurationError(f"{name} needs a module that is not installed: {error}{advice}") from error
     known = ", ".join(sorted(point.name for point in found)) or "none"
     raise ConfigurationError(missing.format(name=name, known=known))
+
+
+def _installation(module: str) -> str:
+    """How to install a module, if it comes with an extra of ours."""
+    distribution = module.partition(".")[0].replace("_", "-")
+    for requirement in requires("transactional-outbox") or ():
+        found = _EXTRA.match(requirement)
+        if found is not None and found["distribution"] == distribution:
+            return f"; run: pip install 'transactional-outbox[{found['extra']}]'"
+    return ""

@@ -132,6 +132,7 @@ async def _messages(outbox: Outbox) -> list[Finding]:
     patience = max(PATIENCE, 10 * outbox.settings.duration("poll_interval"))
     return [
         _transport(recorded, outbox.transport.name),
+        *_destinations(backlog),
         _leases(claimable, patience),
         *_overdue(claimable, patience, backlog),
         *_nobody_asks(backlog, lost),
@@ -150,6 +151,15 @@ def _transport(recorded: str | None, configured: str) -> Finding:
     return Finding(Level.ERROR, "transport", what, advice)
 
 
+def _destinations(backlog: Backlog) -> Iterator[Finding]:
+    """Of an outage no age of a message tells: what was tried in vain is due later."""
+    for circuit in backlog.circuits:
+        if circuit.failures:
+            what = f"{circuit.destination or 'the destination'} does not answer, failure {circuit.failures} in a row"
+            advice = "mend the destination, or remove its route; relays ask it again and again, with one message"
+            yield Finding(Level.WARNING, "destinations", f"{what}: {circuit.error}", advice)
+
+
 def _leases(claimable: list[Claimable], patience: timedelta) -> Finding:
     late = [each for each in claimable if each.expired_for is not None and each.expired_for > patience]
     if late:
@@ -164,16 +174,15 @@ def _leases(claimable: list[Claimable], patience: timedelta) -> Finding:
 
 
 def _overdue(claimable: list[Claimable], patience: timedelta, backlog: Backlog) -> Iterator[Finding]:
-    outages = {circuit.destination: circuit for circuit in backlog.circuits if circuit.failures}
+    silent = {circuit.destination for circuit in backlog.circuits if circuit.failures}
     late = [each for each in claimable if each.overdue is not None and each.overdue > patience]
     if not late:
         yield Finding(Level.OK, "due messages", f"{sum(each.due for each in claimable)}, none for long")
     for each in late:
         what = f"{each.due} {_place(each.queue)}, the oldest for {in_words(each.overdue or timedelta(0))}"
-        if each.queue in outages:
-            advice = "mend the destination, or remove its route; no message loses an attempt, but they may expire"
-            what = f"{what}: the destination does not answer, {outages[each.queue].error}"
-            yield Finding(Level.WARNING, "due messages", what, advice)
+        if each.queue in silent:
+            advice = "they go out when it answers; no message loses an attempt, but they may expire"
+            yield Finding(Level.WARNING, "due messages", f"{what}: the destination does not answer", advice)
         elif each.leased:
             advice = "workers do not keep up: start more, or raise the concurrency of their listeners"
             yield Finding(Level.WARNING, "due messages", f"{what}, while {each.leased} are in work", advice)
@@ -193,7 +202,8 @@ def _nobody_asks(backlog: Backlog, lost: list[StoredMessage]) -> Iterator[Findin
     unbound = [found for found in backlog.queues if not found.binding_keys and found.delivered + found.retrying]
     for queue in unbound:
         what = f"{queue.delivered + queue.retrying} in the queue {queue.queue!r}, to which nothing is bound any more"
-        yield Finding(Level.WARNING, "routing", what, "start a worker that listens on it until it is empty")
+        advice = "start a worker that listens on it, or a relay with this route, until it is empty"
+        yield Finding(Level.WARNING, "routing", what, advice)
     if not backlog.unroutable and not unbound:
         yield Finding(Level.OK, "routing", "every message has a queue or waits to be routed")
 

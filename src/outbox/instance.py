@@ -18,28 +18,19 @@ from outbox.core.binding import Binding
 from outbox.core.dead_letter import AllDeadLetters, DeadLetters
 from outbox.core.durations import Eta, Seconds
 from outbox.core.errors import ConfigurationError, TransportMismatch
-from outbox.core.events import Bound, Started, Stopped
+from outbox.core.events import Started, Stopped
 from outbox.core.listener import Listener, check_listeners
 from outbox.core.message import Message
 from outbox.core.store import Backlog, Difference, Store, StoredMessage
-from outbox.core.transport import Defaults, Naming, Transport
+from outbox.core.transport import Defaults, Transport
 from outbox.core.webhooks import AnySecrets
-from outbox.engines import Engines, ListenerSessions
-from outbox.inbound.batch_handling import BatchHandling
-from outbox.inbound.batch_inbox import BatchInbox
-from outbox.inbound.calling import SESSION_TIME_LIMIT, Call
-from outbox.inbound.conflicts import Conflicts
-from outbox.inbound.failing import Failing
-from outbox.inbound.handling import Handling
+from outbox.engines import Engines
 from outbox.inbound.http.app import HttpApp
 from outbox.inbound.http.intake import Intake
 from outbox.inbound.http.terms import REQUIRED, Required, Terms
-from outbox.inbound.inbox import Inbox, Memory
+from outbox.inbound.inbox import Memory
 from outbox.inbound.receiving import Receiver, Unwanted
-from outbox.inbound.storing import Sources, Storing, as_storage, stored_first
-from outbox.inbound.strategies import Isolation
-from outbox.inbound.threads import Threads
-from outbox.inbound.worker import Handler, Source, Worker
+from outbox.inbound.storing import stored_first
 from outbox.observers import Observers
 from outbox.observers.logging import LoggingObserver
 from outbox.outbound.callers import at_once, awaited
@@ -53,6 +44,7 @@ from outbox.shutdown import Shutdown, on_signals
 from outbox.stores.tables import Tables
 from outbox.transports.database import DatabaseTransport
 from outbox.transports.routes import Routes
+from outbox.workers import Workers
 
 Result = TypeVar("Result")
 
@@ -445,8 +437,8 @@ class Outbox:
                 await (self.store.open() if leftovers else self._open_store(transport))
             stack.push_async_callback(transport.close)
             await transport.open()
-            worker = await self._worker(transport, listeners, stack) if listeners else None
-            storage = self._storage(transport, listeners, stack)
+            worker = await self._workers.of(transport, listeners, stack) if listeners else None
+            storage = self._workers.storage(transport, listeners, stack)
             if relay and isinstance(transport, Routes):
                 await self._relays.bind(transport)
             relays = self._relays.of(transport, relay, routes=not leftovers) if needs_store else []
@@ -489,123 +481,21 @@ class Outbox:
                 f"processes of {recorded!r} and run: outbox tables switch-transport {transport.name}"
             )
 
-    async def _worker(self, transport: Transport, listeners: Sequence[Listener], stack: AsyncExitStack) -> Worker:
-        if not transport.features.consumes:
-            raise ConfigurationError(
-                f"the transport {transport.name!r} only publishes: a worker cannot take from it. "
-                "What comes in over HTTP is served by http_app(listeners)"
-            )
-        threads = Threads(sum(listener.concurrency * (1 if listener.on_error is None else 2) for listener in listeners))
-        stack.callback(threads.shutdown)
-        handlings = {listener: self._handling(listener, threads) for listener in listeners}
-        await transport.declare(listeners)
-        for listener in listeners:
-            self._observe(Bound(listener.binding))
-        stored = _to_store(transport, listeners)
-        if not stored:
-            return self._serving(transport, handlings)
-        database = self._database_transport()
-        stack.push_async_callback(database.close)
-        await database.declare(stored)
-        return self._serving(Sources(transport, database, stored), handlings)
-
-    def _storage(self, transport: Transport, listeners: Sequence[Listener], stack: AsyncExitStack) -> Worker | None:
-        """What takes deliveries from a broker and stores them, for the listeners that ask for it."""
-        settings, storing = self.settings, {}
-        for listener in _to_store(transport, listeners):
-            each = Storing(
-                self.store,
-                self._memory,
-                listener.queue,
-                batch_size=settings.batch_size,
-                redact_error=settings.redact_error or str,
-                observe=self._observe,
-            )
-            stack.push_async_callback(each.close)
-            storing[as_storage(listener, settings.batch_size)] = each
-        return self._serving(transport, storing, watches=False) if storing else None
-
-    def _serving(self, source: Source, handlings: Mapping[Listener, Handler], *, watches: bool = True) -> Worker:
-        settings = self.settings
-        return Worker(
-            source,
-            handlings,
-            prefetch=settings.prefetch_count,
-            grace=settings.duration("grace"),
-            observe=self._observe,
-            watches=watches,
-            restart_delay=settings.restart_delay,
-        )
-
-    def _handling(self, listener: Listener, threads: Threads) -> Handling:
-        settings = self.settings
-        has_database = self.engines.configured
-        sessions = self.engines.sessions(self.store, listener) if has_database else None
-        takes_lists = listener.batch is not None
-        kind_of_inbox = BatchInbox if takes_lists else Inbox
-        inbox = kind_of_inbox(self.store, self._memory) if has_database else None
-        conflicts = Conflicts(self.store, listener.queue, self._observe) if has_database else None
-        transport = self.transport
-        queue_name = transport.queue_name(listener.queue) if isinstance(transport, Naming) else None
-        call = Call(
-            listener,
-            sessions,
-            inbox,
-            threads,
-            self._session_time_limit(listener),
-            queue_name,
-            unrenewed_lease=self._unrenewed_lease(listener),
-            isolation_of=Isolation(listener, self.store) if listener.isolation_level is not None else None,
-            conflicts=conflicts,
-        )
-        if (call.in_transaction or listener.on_error) and not has_database:
-            raise ConfigurationError(f"{listener.queue} asks for a session, but no database is set up")
-        if listener.store_first and not has_database:
-            raise ConfigurationError(f"{listener.queue}: store_first=True, but no database is set up to store in")
-        if not call.in_transaction and (
-            listener.isolation_level or (listener.session_factory and not listener.on_error)
-        ):
-            raise ConfigurationError(
-                f"{listener.queue} asks for no session: give its callback an argument annotated AsyncSession or "
-                "Session, or leave out isolation_level and session_factory"
-            )
-        if call.arguments.session is Session or (listener.on_error and not call.arguments.is_async):
-            self.engines.synchronous  # noqa: B018 - a missing driver is said before any message is touched
-        return (BatchHandling if takes_lists else Handling)(
-            listener,
-            call,
-            retry_policy=listener.retry_policy or settings.policy("retry_delays"),
-            redact_error=settings.redact_error or str,
-            observe=self._observe,
-            failing=self._failing(listener, sessions, threads, conflicts),
-        )
-
-    def _failing(
-        self, listener: Listener, sessions: ListenerSessions | None, threads: Threads, conflicts: Conflicts | None
-    ) -> Failing | None:
-        if listener.on_error is None or sessions is None or conflicts is None:
-            return None
-        limit = listener.time_limit or self._session_time_limit(listener)
-        return Failing(listener, listener.on_error, sessions, threads, conflicts, limit=limit, observe=self._observe)
-
-    def _session_time_limit(self, listener: Listener) -> timedelta:
-        """The default for a listener's transaction: shorter than a lease that it keeps from being renewed."""
-        if not self.engines.configured or self.store.writes_side_by_side:
-            return SESSION_TIME_LIMIT
-        return min(SESSION_TIME_LIMIT, self._lease_of(listener) * 0.75)
-
-    def _unrenewed_lease(self, listener: Listener) -> timedelta | None:
-        """A lease that the listener's own transaction keeps from being renewed."""
-        if not self.engines.configured or self.store.writes_side_by_side:
-            return None
-        return self._lease_of(listener)
-
-    def _lease_of(self, listener: Listener) -> timedelta:
-        return listener.lease_time or self.settings.duration("lease")
-
     @property
     def _relays(self) -> Relays:
         return Relays(self.store, self.settings, self._observe)
+
+    @property
+    def _workers(self) -> Workers:
+        return Workers(
+            self.store if self.engines.configured else None,
+            self.engines,
+            self.transport,
+            self.settings,
+            self._memory,
+            self._database_transport,
+            self._observe,
+        )
 
     def _described(self, transport: Transport, listeners: Sequence[Listener]) -> str:
         queues = ", ".join(listener.queue for listener in listeners)
@@ -659,13 +549,6 @@ class Outbox:
             await store.close()
         if "engines" in self.__dict__:
             await self.engines.close()
-
-
-def _to_store(transport: Transport, listeners: Sequence[Listener]) -> list[Listener]:
-    """Those whose deliveries are stored first. What comes from the database is stored already."""
-    if isinstance(transport, DatabaseTransport):
-        return []
-    return [listener for listener in listeners if listener.store_first]
 
 
 async def _end(tasks: list[asyncio.Task[Any]], shutdown: Shutdown, grace: timedelta) -> None:

@@ -59,11 +59,12 @@ class Relays:
         for binding in bindings:
             self._observe(Bound(binding))
         for queue, keys in _further(await self._store.bindings(), bindings).items():
+            still_ours = any(route.name == queue for route in routes.routes)
             self._observe(
                 Advised(
                     "relay",
                     f"{queue} gets copies of {', '.join(keys)}, and no route of this relay says so. If nobody else "
-                    f"serves them, run: outbox queues remove {queue}",
+                    f"serves them, {_removal(queue, still_ours=still_ours)}",
                 )
             )
 
@@ -146,6 +147,12 @@ class Relays:
             restart_delay=self._settings.restart_delay,
             side_by_side=side_by_side,
         )
+
+
+def _removal(queue: str, *, still_ours: bool) -> str:
+    """It takes all keys of a queue, and what is routed before a relay binds the others again is not copied to it."""
+    command = f"run: outbox queues remove {queue}"
+    return f"stop all relays, {command}, and start them: this one binds what it needs" if still_ours else command
 
 
 def _further(found: list[Binding], ours: list[Binding]) -> dict[str, list[str]]:

@@ -322,6 +322,8 @@ class Settings:
     def _check_routes(self) -> None:
         if self.routes is not None and not isinstance(self.routes, Mapping):
             raise ConfigurationError('routes is a mapping such as {"order.*": "https://…"}')
+        if self.routes is not None and not self.routes:
+            raise ConfigurationError("routes names no destination: add one, or leave routes out if there is to be none")
         routes = dict(self.routes or {})
         for pattern in routes:
             check_name(pattern, "binding key of routes")

@@ -82,7 +82,7 @@ async def test_where_nothing_else_is_said_a_session_is_given_fifteen_seconds(
     outbox: Outbox, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert timedelta(seconds=15) == SESSION_TIME_LIMIT
-    monkeypatch.setattr("outbox.instance.SESSION_TIME_LIMIT", timedelta(seconds=SHORT))
+    monkeypatch.setattr("outbox.workers.SESSION_TIME_LIMIT", timedelta(seconds=SHORT))
 
     @listen("#", queue="with a session", retry_delays=())
     async def with_a_session(movie: object, session: AsyncSession) -> None:

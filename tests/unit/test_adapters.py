@@ -213,6 +213,27 @@ def test_an_unknown_scheme_is_refused_with_those_there_are(url: str) -> None:
         transport_for(url)
 
 
+@pytest.mark.parametrize("text", ["/events", "events", "whsec_c2VjcmV0", ""])
+def test_what_is_no_url_of_a_transport_is_refused_without_repeating_it(text: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"^no URL: write for example https://…; there are: .*https") as caught:
+        transport_for(text)
+    assert not text or text not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "module", "extra"),
+    [("https://shop.example/hook", "aiohttp", "http"), ("amqp://broker", "aio_pika", "rabbitmq")],
+)
+def test_a_client_that_is_missing_is_named_with_the_extra_that_brings_it(
+    missing: Missing, monkeypatch: pytest.MonkeyPatch, url: str, module: str, extra: str
+) -> None:
+    missing(module)
+    for name in [name for name in sys.modules if name.startswith(f"outbox.transports.{extra}")]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(ConfigurationError, match=rf"{module}.*run: pip install 'transactional-outbox\[{extra}\]'"):
+        transport_for(url)
+
+
 # Third parties.
 
 

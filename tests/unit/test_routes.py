@@ -86,8 +86,8 @@ def test_two_destinations_with_one_name_are_refused(routes: dict[str, object]) -
 
 @pytest.mark.parametrize("value", [5, None, "nowhere://shop"])
 def test_a_route_leads_to_a_url_a_transport_or_a_function(value: object) -> None:
-    with pytest.raises(ConfigurationError):
-        routes_for({"#": value})
+    with pytest.raises(ConfigurationError, match=r"^the route of 'order\.\*': "):
+        routes_for({"#": "memory://", "order.*": value})
 
 
 def test_an_argument_comes_before_a_variable_for_the_other_way_to_say_it() -> None:
@@ -106,3 +106,9 @@ def test_secrets_in_routes_are_not_shown() -> None:
     assert "secret" not in repr(outbox.settings) + repr(outbox.transport)
     [route] = outbox.transport.routes  # type: ignore[attr-defined]
     assert "secret" not in repr(route)
+
+
+@pytest.mark.parametrize("given", [({"routes": {}}, {}), ({}, {"OUTBOX_ROUTES": "{}"})], ids=["argument", "variable"])
+def test_routes_to_nowhere_are_not_taken_for_the_database(given: tuple[dict[str, object], dict[str, str]]) -> None:
+    with pytest.raises(ConfigurationError, match="routes names no destination"):
+        Settings.of(*given)

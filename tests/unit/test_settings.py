@@ -271,6 +271,14 @@ def test_webhook_secrets_are_read_from_a_variable_or_a_file(text: str, tmp_path:
         read(OUTBOX_WEBHOOK_SECRETS=ONE, OUTBOX_WEBHOOK_SECRETS_FILE=str(file))
 
 
+@pytest.mark.parametrize("text", ["\n", " \n\n", ",,"])
+def test_a_file_without_a_webhook_secret_is_told_to_be_empty(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "secrets"
+    file.write_text(text)
+    with pytest.raises(ConfigurationError, match=r"^OUTBOX_WEBHOOK_SECRETS_FILE: .*this one is empty"):
+        read(OUTBOX_WEBHOOK_SECRETS_FILE=str(file))
+
+
 def test_webhook_secrets_in_code_win_over_a_file() -> None:
     settings = Settings.of({"webhook_secrets": ONE}, {"OUTBOX_WEBHOOK_SECRETS_FILE": "/nowhere"})
     assert signatures(settings) == Secrets(ONE).signatures(b"")

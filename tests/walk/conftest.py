@@ -1,15 +1,20 @@
-"""The `outbox` command on the databases at hand."""
+"""The `outbox` command and a small service on the databases at hand, and a listener that shows what arrives."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from outbox import Outbox
+from outbox import Listener, Message, Outbox
 
 from .commands import APPLICATION, Command
+from .shops import Shop
+
+Arrivals = asyncio.Queue[tuple[Any, Message]]
 
 
 @pytest.fixture
@@ -44,3 +49,30 @@ async def sqlite_outbox(sqlite_command: Command) -> AsyncIterator[Outbox]:
     outbox = Outbox(db_engine_url=sqlite_command.settings["OUTBOX_DB_ENGINE_URL"], poll_interval=0.2)
     yield outbox
     await outbox.close()
+
+
+@pytest.fixture
+def arrivals() -> Arrivals:
+    """Bodies and messages of orders, as `listener` gets them."""
+    return asyncio.Queue()
+
+
+@pytest.fixture
+def listener(arrivals: Arrivals) -> Listener:
+    """Takes orders."""
+
+    async def on_order(body: Any, message: Message) -> None:
+        arrivals.put_nowait((body, message))
+
+    return Listener("order.*", on_order, queue="orders")
+
+
+@pytest.fixture
+async def shop(tmp_path: Path, outbox: Outbox, database_url: str, table_name: str) -> AsyncIterator[Shop]:
+    """Processes on the database at hand, which end with the test."""
+    shop = Shop(tmp_path, database_url, table_name)
+    try:
+        await shop.make_tables(outbox)
+        yield shop
+    finally:
+        shop.kill()

@@ -1,7 +1,7 @@
 """A small service that the process tests start, stop and kill: `python -m tests.walk.shop COMMAND`.
 
-Effects are rows without a unique constraint, so that a second effect would be seen. `DIE_AT` names the moment at which
-the process kills itself, once: the file named by `DIE_ONCE` keeps it from dying again.
+`DIE_AT` names the moment at which the process kills itself, once: the file named by `DIE_ONCE` keeps it from dying
+again.
 """
 
 from __future__ import annotations
@@ -15,20 +15,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Column, Integer, MetaData, String, Table, insert
+from sqlalchemy import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from outbox import Message, Outbox, listen
 
-TABLE_NAME = os.environ["OUTBOX_TABLE_NAME"]
+from .effects import effects_table
 
-effects = Table(
-    f"{TABLE_NAME}_effects",
-    MetaData(),
-    Column("id", Integer, primary_key=True, autoincrement=True),
-    Column("queue", String(64)),
-    Column("body", Integer),
-)
+effects = effects_table(os.environ["OUTBOX_TABLE_NAME"])
 
 outbox = Outbox(lease=float(os.environ.get("SHOP_LEASE", "2")), poll_interval=0.2, grace=5)
 
@@ -125,12 +119,7 @@ async def serve() -> None:
 
 async def main(command: str, *arguments: str) -> None:
     arm()
-    if command == "tables":
-        async with outbox.engines.asynchronous.begin() as connection:
-            await connection.run_sync(effects.metadata.create_all)
-        await outbox.create_tables()
-        await outbox.close()
-    elif command == "produce":
+    if command == "produce":
         await produce(*map(int, arguments))
     elif command == "worker":
         served = [listener for listener in (ledger, journal) if not arguments or listener.queue in arguments]

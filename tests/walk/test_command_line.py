@@ -194,6 +194,9 @@ async def test_an_empty_list_says_why_it_may_be_empty(command: Command, outbox: 
     ran = await command.run("messages", "list")
     assert ran.code == 0
     assert "clean_up_after" in ran.stdout
+    for arguments in (["queues", "list"], ["status", "--interval", "0"]):
+        said = (await command.run(*arguments)).said
+        assert "workers and relays with routes bind theirs when they start" in " ".join(said.split())
 
 
 async def test_a_messages_walk_is_told_for_every_queue_it_is_in(command: Command, outbox: Outbox) -> None:

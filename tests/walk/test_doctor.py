@@ -129,14 +129,20 @@ async def test_messages_that_nobody_routes_are_an_error(outbox: Outbox) -> None:
     assert finding.what.endswith("nobody claims them")
 
 
-async def test_messages_whose_destination_does_not_answer_are_told_with_its_error(outbox: Outbox) -> None:
+async def test_a_destination_that_does_not_answer_is_told_with_its_error_however_young_its_messages_are(
+    outbox: Outbox,
+) -> None:
     async with outbox.transaction() as session:
         await outbox.emit_many(session, "order.created", range(3))
     await outbox.store.open_circuit(None, timedelta(minutes=1), "connection refused")
+    silent = await found(outbox, "destinations")
+    assert (silent.level, "mend the destination" in silent.advice) == (Level.WARNING, True)
+    assert silent.what == "the destination does not answer, failure 1 in a row: connection refused"
+    assert (await found(outbox, "due messages")).level is Level.OK
     await age(outbox, "due_at")
     finding = await found(outbox, "due messages")
-    assert (finding.level, "mend the destination" in finding.advice) == (Level.WARNING, True)
-    assert finding.what.endswith("the destination does not answer, connection refused")
+    assert (finding.level, "start a worker" in finding.advice) == (Level.WARNING, False)
+    assert finding.what.endswith("the destination does not answer")
 
 
 async def in_queue(outbox: Outbox, count: int) -> None:

@@ -61,19 +61,6 @@ def outbox(make_outbox: MakeOutbox, recorder: Recorder) -> Outbox:
 
 
 @pytest.fixture
-def arrivals() -> Arrivals:
-    return asyncio.Queue()
-
-
-@pytest.fixture
-def listener(arrivals: Arrivals) -> Listener:
-    async def on_order(body: Any, message: Message) -> None:
-        arrivals.put_nowait((body, message))
-
-    return Listener("order.*", on_order, queue="orders")
-
-
-@pytest.fixture
 async def sender(outbox: Outbox, listener: Listener) -> AsyncIterator[Sender]:
     """To an application that asks for no signatures."""
     async with serving(outbox.http_app([listener], secrets=None)) as sender:
@@ -424,7 +411,7 @@ async def test_a_request_that_says_it_is_too_large_is_declined_before_it_is_read
             assert (answered.status, "1000 bytes" in answered.line) == (413, True)
         headers, body = structured("x" * 800)
         assert (await sender.post(headers, body)).is_taken
-    await eventually(lambda: arrivals.qsize() == 1)
+        await eventually(lambda: arrivals.qsize() == 1)
 
 
 async def test_a_request_that_does_not_say_how_large_it_is_is_counted_while_it_is_read(
@@ -438,7 +425,7 @@ async def test_a_request_that_does_not_say_how_large_it_is_is_counted_while_it_i
         body = structured(1)[1]
         whole = b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
         assert (await sender.raw(chunked, whole)).is_taken, "in whatever pieces it comes"
-    assert (await arrival(arrivals))[0] == 1
+        assert (await arrival(arrivals))[0] == 1
     assert arrivals.empty()
 
 

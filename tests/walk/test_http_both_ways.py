@@ -28,19 +28,6 @@ SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
 
 
 @pytest.fixture
-def arrivals() -> Arrivals:
-    return asyncio.Queue()
-
-
-@pytest.fixture
-def listener(arrivals: Arrivals) -> Listener:
-    async def on_order(body: Any, message: Message) -> None:
-        arrivals.put_nowait((body, message))
-
-    return Listener("order.*", on_order, queue="orders")
-
-
-@pytest.fixture
 def recorder() -> Recorder:
     return Recorder()
 

@@ -31,19 +31,6 @@ pytestmark = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 Arrivals = asyncio.Queue[tuple[Any, Message]]
 
 
-@pytest.fixture
-def arrivals() -> Arrivals:
-    return asyncio.Queue()
-
-
-@pytest.fixture
-def listener(arrivals: Arrivals) -> Listener:
-    async def on_order(body: Any, message: Message) -> None:
-        arrivals.put_nowait((body, message))
-
-    return Listener("order.*", on_order, queue="orders")
-
-
 async def check(app: Any, arrivals: Arrivals) -> None:
     """Events and webhooks are taken below /hooks, and the rest of the application is what it was."""
     async with serving(app) as sender:

@@ -6,30 +6,19 @@ import asyncio
 import signal
 import subprocess
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from outbox import Outbox
 from tests.seeds.observing import eventually
-from tests.walk.test_processes import SOON, Shop, effects, emptied
 
 from .sending import Sender, structured
+from .shops import SOON, Shop, effects, emptied
 
 pytestmark = pytest.mark.parametrize("database_url", ["sqlite", "postgresql+asyncpg"], indirect=True)
 
 FEW = 40
-
-
-@pytest.fixture
-def shop(tmp_path: Path, database_url: str, table_name: str) -> Iterator[Shop]:
-    shop = Shop(tmp_path, database_url, table_name)
-    try:
-        shop.run("tables")
-        yield shop
-    finally:
-        shop.kill()
 
 
 async def served(shop: Shop, folder: Path, **environment: str) -> tuple[subprocess.Popen[bytes], Sender]:

@@ -22,7 +22,7 @@ from outbox.stores.pooling import UNPREPARED
 from outbox.testing.servers import PgBouncer
 
 from .commands import Command, until
-from .test_processes import Shop, effects, emptied, no_surprises, shop  # noqa: F401 - a fixture
+from .shops import Shop, effects, emptied, no_surprises
 
 MakeOutbox = Callable[..., Outbox]
 
@@ -192,7 +192,7 @@ async def test_an_application_without_an_event_loop_emits(
 async def test_a_worker_killed_behind_the_pooler_loses_nothing_and_repeats_no_effect(
     moment: str,
     outbox: Outbox,
-    shop: Shop,  # noqa: F811
+    shop: Shop,
 ) -> None:
     shop.run("produce", "0", "40", "10")
     doomed = shop.start("worker", DIE_AT=moment)
@@ -206,7 +206,7 @@ async def test_a_worker_killed_behind_the_pooler_loses_nothing_and_repeats_no_ef
 
 async def test_workers_behind_the_pooler_share_the_work_and_stop_in_good_order(
     outbox: Outbox,
-    shop: Shop,  # noqa: F811
+    shop: Shop,
 ) -> None:
     workers = [shop.start("worker", "ledger", SHOP_LEASE="60") for _ in range(2)]
     shop.run("produce", "0", "200", "20")

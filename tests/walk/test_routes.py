@@ -95,8 +95,9 @@ async def test_a_destination_that_is_away_delays_nobody_else(make_outbox: MakeOu
     outbox = make_outbox(routes={"#": dead, "order.*": alive}, observers=[recorder], batch_size=5)
     async with outbox.running(relay=True):
         await emit(outbox, "order.created", *range(50))
-        await eventually(lambda: alive.bodies == list(range(50)))
+        await recorder.wait_for(Relayed, 50)  # and the rows are gone
         await recorder.wait_for(CircuitOpened)
+        assert alive.bodies == list(range(50))
         backlog = await outbox.backlog()
         [found] = backlog.circuits
         assert (found.destination, found.state in (CircuitState.OPEN, CircuitState.PROBING)) == ("dead", True)
@@ -187,6 +188,26 @@ async def test_a_route_that_is_gone_is_named_when_a_relay_starts_and_can_be_remo
     async with outbox.running(relay=True):
         pass
     assert recorder.of(Advised) == []
+
+
+async def test_a_key_that_a_route_had_before_is_removed_while_no_relay_runs(
+    make_outbox: MakeOutbox, command: Command
+) -> None:
+    one, other = Named("one"), Named("other")
+    async with make_outbox(routes={"order.*": one, "#": other}).running(relay=True):
+        pass
+    recorder = Recorder()
+    outbox = make_outbox(routes={"order.#": one, "#": other}, observers=[recorder])
+    async with outbox.running(relay=True):
+        pass
+    [advised] = recorder.of(Advised)
+    assert "one gets copies of order.*" in advised.advice
+    assert "stop all relays, run: outbox queues remove one, and start them" in advised.advice
+    await command.run("queues", "remove", "one")
+    await emit(outbox, "order.created", 1)
+    async with outbox.running(relay=True):
+        await eventually(lambda: one.calls and one.bodies == [1])
+    assert Binding("one", "order.*") not in await outbox.bindings()
 
 
 async def test_status_names_a_destination_that_does_not_answer(

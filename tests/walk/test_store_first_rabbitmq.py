@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import aio_pika
@@ -17,7 +17,7 @@ from outbox.core.events import Received, Relayed
 from tests.broker import VirtualHost
 from tests.conftest import MakeOutbox
 from tests.seeds.observing import Recorder, arrival, eventually, let_leases_run_out
-from tests.walk.test_processes import SOON, Shop, effects, emptied
+from tests.walk.shops import SOON, Shop, effects, emptied
 
 from .amqp import channel_to
 from .commands import Command
@@ -35,12 +35,14 @@ MOMENTS = [
 
 
 @pytest.fixture
-def shipping(tmp_path: Path, database_url: str, table_name: str, vhost: VirtualHost) -> Iterator[Shop]:
+async def shipping(
+    tmp_path: Path, outbox: Outbox, database_url: str, table_name: str, vhost: VirtualHost
+) -> AsyncIterator[Shop]:
     """Processes of a service that stores first what comes from RabbitMQ."""
     shop = Shop(tmp_path, database_url, table_name)
     shop.set(OUTBOX_TRANSPORT=vhost.url, SHOP_STORES_FIRST="yes")
     try:
-        shop.run("tables")
+        await shop.make_tables(outbox)
         yield shop
     finally:
         shop.kill()

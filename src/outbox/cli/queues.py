@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from outbox.cli import screen, words
 from outbox.cli.asking import ask
@@ -31,7 +32,7 @@ def list_queues(as_json: AsJson = False, outbox_name: OutboxName = "") -> None:
     elif queues:
         screen.show(queue_table(queues))
     else:
-        screen.show(screen.note("no queue is bound yet: workers bind theirs when they start"))
+        screen.show(no_queue())
 
 
 @app.command("remove", short_help="Remove a queue's bindings.")
@@ -58,6 +59,11 @@ async def _remove(outbox: Outbox, queue: str) -> tuple[int, QueueBacklog | None]
     removed = await outbox.unbind(queue)
     backlog = await outbox.backlog()
     return removed, next((found for found in backlog.queues if found.queue == queue), None)
+
+
+def no_queue() -> Text:
+    """In place of the table. Where there is one destination without routes it stays like this."""
+    return screen.note("no queue in the database: workers and relays with routes bind theirs when they start")
 
 
 def queue_table(queues: Sequence[QueueBacklog]) -> Table:

@@ -19,7 +19,7 @@ from outbox.cli.asking import ask, explained
 from outbox.cli.documents import document, print_document
 from outbox.cli.exits import ExitCode, Failure
 from outbox.cli.logs import hush_clients
-from outbox.cli.queues import queue_table
+from outbox.cli.queues import no_queue, queue_table
 from outbox.cli.targets import AsJson, OutboxName, find_outbox
 from outbox.core.store import Backlog, Circuit, CircuitState
 from outbox.core.transport import Watchable
@@ -221,10 +221,7 @@ def _parts(found: Status) -> list[RenderableType]:
     ]
     if found.trouble:
         parts.insert(1, screen.heading(f"{found.trouble}; this is what was seen last"))
-    if backlog.queues:
-        parts.append(queue_table(backlog.queues))
-    else:
-        parts.append(screen.note("no queue is bound yet: workers bind theirs when they start"))
+    parts.append(queue_table(backlog.queues) if backlog.queues else no_queue())
     return parts
 
 

@@ -166,7 +166,7 @@ class Backlog:
     dead_by_reason: Mapping[str, int] = field(default_factory=dict)
     rows_written: int = 0  # since the table was made: the difference of two looks tells a rate
     queues: tuple[QueueBacklog, ...] = ()
-    circuits: tuple[Circuit, ...] = ()  # of destinations that once did not answer
+    circuits: tuple[Circuit, ...] = ()  # of destinations that once did not answer, and still get messages or have some
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -311,7 +311,8 @@ class Store(Feed, Protocol):
     async def record_transport(self, name: str, *, switch: bool = False) -> str:
         """Write the transport's name down if none is; returns the one that is recorded.
 
-        A switch writes it in any case. What the transport before refused or had no queue for is due at once then.
+        A switch writes it in any case. What the transport before refused or had no queue for is due at once then, and
+        an outage of its destination is forgotten.
         """
         ...
 

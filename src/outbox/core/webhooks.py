@@ -113,6 +113,8 @@ def _header(headers: Mapping[str, str], name: str) -> str:
 def _key(secret: str | bytes) -> bytes:
     """An error never repeats a secret, not even in part."""
     if isinstance(secret, str):
+        if not secret:
+            raise ConfigurationError(f"a webhook secret is {_HOW}; this one is empty")
         if not secret.startswith(_PREFIX):
             raise ConfigurationError(f"a webhook secret is {_HOW}; this one has no such prefix")
         try:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import ColumnElement, Connection, case, func, select
 
 from outbox.core.errors import ConfigurationError
-from outbox.core.store import Backlog, QueueBacklog, StoredMessage
+from outbox.core.store import Backlog, Circuit, QueueBacklog, StoredMessage
 from outbox.stores import circuits
 from outbox.stores.rows import as_stored, as_stored_dead_letter, as_utc
 from outbox.stores.tables import NOT_ROUTED
@@ -26,6 +26,7 @@ def backlog(store: SqlStore, connection: Connection) -> Backlog:
     dead = _dead(store, connection, "destination")
     reasons = _dead(store, connection, "reason")
     waiting = by_destination.get(NOT_ROUTED)
+    queues = _queues(store, connection, by_destination, dead)
     ages = [row.oldest for row in by_destination.values() if row.oldest is not None]
     return Backlog(
         waiting=waiting.open - waiting.unroutable if waiting else 0,
@@ -37,8 +38,8 @@ def backlog(store: SqlStore, connection: Connection) -> Backlog:
         dead=sum(dead.values()),
         dead_by_reason=reasons,
         rows_written=store.rows_written(connection),
-        queues=_queues(store, connection, by_destination, dead),
-        circuits=tuple(circuits.read(store, connection)),
+        queues=queues,
+        circuits=_circuits(store, connection, queues),
     )
 
 
@@ -109,6 +110,12 @@ def _queues(
             )
         )
     return tuple(queues)
+
+
+def _circuits(store: SqlStore, connection: Connection, queues: tuple[QueueBacklog, ...]) -> tuple[Circuit, ...]:
+    """Those of destinations that still get messages, or have some: of a route that was removed nobody asks any more."""
+    asked = {queue.queue for queue in queues if queue.binding_keys or queue.delivered or queue.retrying}
+    return tuple(each for each in circuits.read(store, connection) if each.destination in (None, *asked))
 
 
 def _in_state(store: SqlStore, state: str) -> ColumnElement[bool]:

@@ -454,6 +454,8 @@ class SqlStore(Spelling):
             state = self.tables.state
             ours = update(state).where(state.c.id == 1)
             connection.execute((ours if switch else ours.where(state.c.transport.is_(None))).values(transport=name))
+            if switch:
+                circuits.close_circuit(self, connection, NOT_ROUTED)
             return str(connection.scalar(select(state.c.transport).where(state.c.id == 1)))
 
         if switch:

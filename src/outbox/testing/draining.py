@@ -81,7 +81,7 @@ class Draining:
     ) -> None:
         transport = outbox.transport
         self._outbox = outbox
-        self._handlings = {listener: outbox._handling(listener, threads) for listener in listeners}
+        self._handlings = {listener: outbox._workers.handling(listener, threads) for listener in listeners}
         self._queues = [listener.queue for listener in listeners]
         self._tally = tally
         self._at_most = at_most

@@ -107,6 +107,12 @@ class CircuitCases(StoreCases):
         assert await store.close_circuit("d")
         assert (await only(store)).state is CircuitState.CLOSED
 
+    async def test_another_transport_knows_nothing_of_an_outage_of_the_one_before(self, store: Store) -> None:
+        await store.record_transport("http")
+        await store.open_circuit(None, LEASE, "away")
+        await store.record_transport("routes", switch=True)
+        assert await only(store) == Circuit(destination=None, state=CircuitState.CLOSED)
+
     async def test_a_hostile_error_of_a_destination_is_stored_clean(self, store: Store) -> None:
         await store.open_circuit("d", LEASE, "\x00\ud800'; DROP TABLE x; --" + "ä" * 20_000)
         error = (await only(store)).error
@@ -121,11 +127,21 @@ class CircuitCases(StoreCases):
         await queued(engine, store, message(), message(), message())
         for reason in (Reason.REFUSED, Reason.EXHAUSTED, Reason.REFUSED):
             await settled(store, Dead(reason, "no"))
-        await store.open_circuit("d", LEASE, "away")
+        await store.open_circuit("q", LEASE, "away")
         backlog = await store.backlog()
         assert dict(backlog.dead_by_reason) == {"exhausted": 1, "refused": 2}
         [circuit] = backlog.circuits
-        assert (circuit.destination, circuit.state, circuit.error) == ("d", "open", "away")
+        assert (circuit.destination, circuit.state, circuit.error) == ("q", "open", "away")
+
+    async def test_the_backlog_tells_of_a_circuit_until_its_destination_has_nothing_more_to_get(
+        self, engine: AsyncEngine, store: Store
+    ) -> None:
+        await queued(engine, store, message())
+        await store.open_circuit("q", LEASE, "away")
+        await store.unbind("q")
+        assert [circuit.destination for circuit in (await store.backlog()).circuits] == ["q"]
+        await settled(store, Dead(Reason.EXPIRED, ""))
+        assert (await store.backlog()).circuits == ()
 
 
 async def _is_over(store: Store) -> bool:

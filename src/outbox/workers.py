@@ -1,0 +1,175 @@
+"""Workers: what a process runs to handle deliveries, made from the settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from datetime import timedelta
+
+from sqlalchemy.orm import Session
+
+from outbox.core.errors import ConfigurationError
+from outbox.core.events import Bound, Observer
+from outbox.core.listener import Listener
+from outbox.core.store import Store
+from outbox.core.transport import Naming, Transport
+from outbox.engines import Engines, ListenerSessions
+from outbox.inbound.batch_handling import BatchHandling
+from outbox.inbound.batch_inbox import BatchInbox
+from outbox.inbound.calling import SESSION_TIME_LIMIT, Call
+from outbox.inbound.conflicts import Conflicts
+from outbox.inbound.failing import Failing
+from outbox.inbound.handling import Handling
+from outbox.inbound.inbox import Inbox, Memory
+from outbox.inbound.storing import Sources, Storing, as_storage
+from outbox.inbound.strategies import Isolation
+from outbox.inbound.threads import Threads
+from outbox.inbound.worker import Handler, Source, Worker
+from outbox.settings import Settings
+from outbox.transports.database import DatabaseTransport
+
+
+class Workers:
+    """Makes them for one outbox."""
+
+    def __init__(
+        self,
+        store: Store | None,  # none: there is no database
+        engines: Engines,
+        transport: Transport,  # as configured, which names its queues
+        settings: Settings,
+        memory: Memory,
+        database: Callable[[], DatabaseTransport],
+        observe: Observer,
+    ) -> None:
+        self._store = store
+        self._engines = engines
+        self._transport = transport
+        self._settings = settings
+        self._memory = memory
+        self._database = database
+        self._observe = observe
+
+    async def of(self, transport: Transport, listeners: Sequence[Listener], stack: AsyncExitStack) -> Worker:
+        """What handles deliveries. It is ended before the stack is."""
+        if not transport.features.consumes:
+            raise ConfigurationError(
+                f"the transport {transport.name!r} only publishes: a worker cannot take from it. "
+                "What comes in over HTTP is served by http_app(listeners)"
+            )
+        threads = Threads(sum(listener.concurrency * (1 if listener.on_error is None else 2) for listener in listeners))
+        stack.callback(threads.shutdown)
+        handlings = {listener: self.handling(listener, threads) for listener in listeners}
+        await transport.declare(listeners)
+        for listener in listeners:
+            self._observe(Bound(listener.binding))
+        stored = _to_store(transport, listeners)
+        if not stored:
+            return self._serving(transport, handlings)
+        database = self._database()
+        stack.push_async_callback(database.close)
+        await database.declare(stored)
+        return self._serving(Sources(transport, database, stored), handlings)
+
+    def storage(self, transport: Transport, listeners: Sequence[Listener], stack: AsyncExitStack) -> Worker | None:
+        """What takes deliveries from a broker and stores them, for the listeners that ask for it."""
+        settings, store, storing = self._settings, self._store, {}
+        if store is None:
+            return None
+        for listener in _to_store(transport, listeners):
+            each = Storing(
+                store,
+                self._memory,
+                listener.queue,
+                batch_size=settings.batch_size,
+                redact_error=settings.redact_error or str,
+                observe=self._observe,
+            )
+            stack.push_async_callback(each.close)
+            storing[as_storage(listener, settings.batch_size)] = each
+        return self._serving(transport, storing, watches=False) if storing else None
+
+    def _serving(self, source: Source, handlings: Mapping[Listener, Handler], *, watches: bool = True) -> Worker:
+        settings = self._settings
+        return Worker(
+            source,
+            handlings,
+            prefetch=settings.prefetch_count,
+            grace=settings.duration("grace"),
+            observe=self._observe,
+            watches=watches,
+            restart_delay=settings.restart_delay,
+        )
+
+    def handling(self, listener: Listener, threads: Threads) -> Handling:
+        """What becomes of a listener's deliveries, one by one."""
+        settings = self._settings
+        store = self._store
+        sessions = self._engines.sessions(store, listener) if store else None
+        takes_lists = listener.batch is not None
+        kind_of_inbox = BatchInbox if takes_lists else Inbox
+        inbox = kind_of_inbox(store, self._memory) if store else None
+        conflicts = Conflicts(store, listener.queue, self._observe) if store else None
+        queue_name = self._transport.queue_name(listener.queue) if isinstance(self._transport, Naming) else None
+        call = Call(
+            listener,
+            sessions,
+            inbox,
+            threads,
+            self._session_time_limit(listener),
+            queue_name,
+            unrenewed_lease=self._unrenewed_lease(listener),
+            isolation_of=Isolation(listener, store) if store and listener.isolation_level is not None else None,
+            conflicts=conflicts,
+        )
+        if (call.in_transaction or listener.on_error) and not store:
+            raise ConfigurationError(f"{listener.queue} asks for a session, but no database is set up")
+        if listener.store_first and not store:
+            raise ConfigurationError(f"{listener.queue}: store_first=True, but no database is set up to store in")
+        if not call.in_transaction and (
+            listener.isolation_level or (listener.session_factory and not listener.on_error)
+        ):
+            raise ConfigurationError(
+                f"{listener.queue} asks for no session: give its callback an argument annotated AsyncSession or "
+                "Session, or leave out isolation_level and session_factory"
+            )
+        if call.arguments.session is Session or (listener.on_error and not call.arguments.is_async):
+            self._engines.synchronous  # noqa: B018 - a missing driver is said before any message is touched
+        return (BatchHandling if takes_lists else Handling)(
+            listener,
+            call,
+            retry_policy=listener.retry_policy or settings.policy("retry_delays"),
+            redact_error=settings.redact_error or str,
+            observe=self._observe,
+            failing=self._failing(listener, sessions, threads, conflicts),
+        )
+
+    def _failing(
+        self, listener: Listener, sessions: ListenerSessions | None, threads: Threads, conflicts: Conflicts | None
+    ) -> Failing | None:
+        if listener.on_error is None or sessions is None or conflicts is None:
+            return None
+        limit = listener.time_limit or self._session_time_limit(listener)
+        return Failing(listener, listener.on_error, sessions, threads, conflicts, limit=limit, observe=self._observe)
+
+    def _session_time_limit(self, listener: Listener) -> timedelta:
+        """The default for a listener's transaction: shorter than a lease that it keeps from being renewed."""
+        if self._store is None or self._store.writes_side_by_side:
+            return SESSION_TIME_LIMIT
+        return min(SESSION_TIME_LIMIT, self._lease_of(listener) * 0.75)
+
+    def _unrenewed_lease(self, listener: Listener) -> timedelta | None:
+        """A lease that the listener's own transaction keeps from being renewed."""
+        if self._store is None or self._store.writes_side_by_side:
+            return None
+        return self._lease_of(listener)
+
+    def _lease_of(self, listener: Listener) -> timedelta:
+        return listener.lease_time or self._settings.duration("lease")
+
+
+def _to_store(transport: Transport, listeners: Sequence[Listener]) -> list[Listener]:
+    """Those whose deliveries are stored first. What comes from the database is stored already."""
+    if isinstance(transport, DatabaseTransport):
+        return []
+    return [listener for listener in listeners if listener.store_first]
