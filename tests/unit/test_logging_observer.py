@@ -24,6 +24,7 @@ from outbox.core.events import (
     LeaseWasLost,
     Received,
     Relayed,
+    RequestDeclined,
     Routed,
     Started,
     StillRunning,
@@ -51,6 +52,8 @@ CASES: list[Any] = [
     pytest.param(Routed("billing", 3), logging.DEBUG, ["routed", "3", "billing"], id="routed"),
     pytest.param(Unroutable("order.lost", 2), logging.WARNING, ["order.lost", "2", "unroutable="], id="unroutable"),
     pytest.param(Received("billing", 3, duplicates=2), logging.DEBUG, ["stored", "3", "billing", "2"], id="received"),
+    pytest.param(RequestDeclined(401, "no\nsecret"), logging.INFO, ["declined", "401", "no"], id="declined"),
+    pytest.param(RequestDeclined(503, "too many"), logging.WARNING, ["503", "too many"], id="not now"),
     pytest.param(Received("bills", 0, unwanted=1), logging.WARNING, ["1", "bills", "dead"], id="unwanted"),
     pytest.param(Relayed(ATTEMPT, Done()), logging.INFO, ["sent", "order.created", "message-1"], id="sent"),
     pytest.param(

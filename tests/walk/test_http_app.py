@@ -17,7 +17,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 import outbox as library
 from outbox import NEVER, ConfigurationError, Listener, Message, Outbox
-from outbox.core.events import Advised, Received, Troubled
+from outbox.core.events import Advised, Received, RequestDeclined, Troubled
 from outbox.inbound.http.app import HttpApp
 from outbox.testing.draining import drain
 from outbox.transports.memory import MemoryTransport
@@ -324,12 +324,13 @@ def tampered() -> dict[str, tuple[Any, bytes]]:
 @one_database
 @pytest.mark.parametrize("name", list(tampered()))
 async def test_what_is_not_signed_as_it_should_be_is_declined_with_401(
-    name: str, outbox: Outbox, listener: Listener, arrivals: Arrivals
+    name: str, outbox: Outbox, listener: Listener, arrivals: Arrivals, recorder: Recorder
 ) -> None:
     app = outbox.http_app([listener], secrets=SECRET)
     async with serving(app, lifespan="off") as sender:
         answered = await sender.post(*tampered()[name])
     assert answered.status == 401
+    assert recorder.of(RequestDeclined) == [RequestDeclined(401, answered.line)]
     assert SECRET.removeprefix("whsec_") not in answered.line
     await nothing_is_stored(outbox, arrivals)
 

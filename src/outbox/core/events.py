@@ -63,6 +63,14 @@ class Relayed:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestDeclined:
+    """`http_app` did not take a request, and told its sender why."""
+
+    status: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class CircuitOpened:
     """A destination does not answer: no relay asks it before the pause is over, and no message loses an attempt."""
 
@@ -174,6 +182,7 @@ Event = (
     | Routed
     | Unroutable
     | Received
+    | RequestDeclined
     | Relayed
     | CircuitOpened
     | CircuitClosed

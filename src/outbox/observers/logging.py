@@ -20,6 +20,7 @@ from outbox.core.events import (
     LeaseWasLost,
     Received,
     Relayed,
+    RequestDeclined,
     Routed,
     Started,
     StillRunning,
@@ -98,6 +99,9 @@ class LoggingObserver:
                     logger.info("%s stopped", what)
             case HookFailed(what, error):
                 logger.error("%s failed after the commit, which stands: %s", what, _words(error))
+            case RequestDeclined(status, why):
+                level = logging.WARNING if status >= 500 else logging.INFO
+                logger.log(level, "declined a request with %d: %s", status, _first_line(why))
             case Advised(where, advice):
                 logger.warning("%s: %s", where, _first_line(advice))
             case Troubled(where, error, pause):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
-from outbox.core.events import Advised, Observer
+from outbox.core.events import Advised, Observer, RequestDeclined
 from outbox.inbound.http.answer import ACCEPTED, Answer, Declined, Receive, Scope, Send, not_now
 from outbox.inbound.http.intake import Intake
 
@@ -66,6 +66,7 @@ class HttpApp:
                 raise not_now(f"{self._most_at_once} requests are under way already", AGAIN)
             await self._intake.take(scope, receive)
         except Declined as declined:
+            self._observe(RequestDeclined(declined.answer.status, declined.answer.line))
             return declined.answer
         if not self._advised:
             self._advised = True
