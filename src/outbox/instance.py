@@ -362,7 +362,14 @@ class Outbox:
         check_listeners(listeners)
         self.engines.asynchronous  # noqa: B018 - what cannot work is said here, not at the first request
         settings = self.settings
-        terms = Terms.of(secrets, max_request_size, most_at_once, timeout, max_body_size=settings.max_body_size)
+        terms = Terms.of(
+            secrets,
+            max_request_size,
+            most_at_once,
+            timeout,
+            max_body_size=settings.max_body_size,
+            inbox_retention=settings.inbox_retention,
+        )
         intake = Intake(
             listeners,
             terms,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import pytest
@@ -65,6 +66,8 @@ async def not_annotated(session) -> None: ...  # type: ignore[no-untyped-def]
 async def two(one: AsyncSession, other: AsyncSession) -> None: ...
 async def not_imported(session: NotThere) -> None: ...
 async def without_a_name(session: AsyncSession, /) -> None: ...
+async def many(*sessions: AsyncSession) -> None: ...
+async def by_any_name(**sessions: AsyncSession) -> None: ...
 async def blocking(session: Session) -> None: ...
 def cannot_await(session: AsyncSession) -> None: ...
 
@@ -77,6 +80,11 @@ def generator(session: Session) -> Iterator[int]:
     yield 1
 
 
+@contextmanager
+def context(session: Session) -> Iterator[int]:
+    yield 1
+
+
 @pytest.mark.parametrize(
     ("function", "advice"),
     [
@@ -85,15 +93,26 @@ def generator(session: Session) -> Iterator[int]:
         (not_imported, "TYPE_CHECKING"),
         (two, "exactly one .* found 2"),
         (without_a_name, "remove the `/`"),
+        (many, "needs a name"),
+        (by_any_name, "needs a name"),
         (blocking, "ask for AsyncSession"),
         (cannot_await, "make it `async def`"),
         (async_generator, r"use `async with transaction\(\)`"),
         (generator, r"use `async with transaction\(\)`"),
+        (context, r"use `async with transaction\(\)`"),
     ],
 )
 def test_what_cannot_work_is_refused_with_advice_before_it_is_called(function: Callable[..., Any], advice: str) -> None:
     with pytest.raises(ConfigurationError, match=f"{function.__name__}.*{advice}"):
         outbox.transactional(function)
+
+
+def test_methods_of_a_class_are_transactional_below_what_makes_them_so() -> None:
+    def place(number: int, session: Session) -> None: ...
+
+    for kind in (classmethod, staticmethod):
+        with pytest.raises(ConfigurationError, match=f"place: write @{kind.__name__} above"):
+            outbox.transactional(kind(place))  # type: ignore[arg-type, var-annotated]
 
 
 async def test_a_partial_function_still_tells_a_worker_of_its_session() -> None:

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 from sqlalchemy import delete, text
+from sqlalchemy.ext.asyncio import create_async_engine
 
 import outbox as library
-from outbox import ConfigurationError, Listener, Message, Outbox
+from outbox import NEVER, ConfigurationError, Listener, Message, Outbox
 from outbox.core.events import Advised, Received, RequestDeclined, Troubled
 from outbox.inbound.http.app import HttpApp
 from outbox.testing.draining import drain
 from outbox.transports.memory import MemoryTransport
 from tests.seeds.observing import Recorder, arrival, eventually
 
+from .certificates import make_certificates
 from .sending import (
     BATCHED,
     STRUCTURED,
@@ -198,6 +202,22 @@ async def test_equal_webhook_ids_at_two_endpoints_are_two_messages(sender: Sende
         assert (await sender.post(*webhook(b"{}"), path=path)).is_taken
     keys = {(await arrival(arrivals))[1].routing_key for _ in range(2)}
     assert keys == {"order.made", "order.paid"}
+    assert arrivals.empty()
+
+
+async def test_more_slashes_make_no_copy_new(
+    outbox: Outbox, listener: Listener, arrivals: Arrivals, recorder: Recorder
+) -> None:
+    async with serving(outbox.http_app([listener], secrets=SECRET)) as sender:
+        for id, path in (("msg_1", "{}"), ("msg_2", "{}order.paid")):
+            request = signed(webhook(b'{"type": "order.sent"}'), SECRET, id=id)
+            for slashes in ("/", "//", "/%2F", "/"):
+                assert (await sender.post(*request, path=path.format(slashes))).is_taken
+    assert sum(each.stored for each in recorder.of(Received)) == 2
+    assert sorted(each.routing_key for _, each in (await arrival(arrivals), await arrival(arrivals))) == [
+        "order.paid",
+        "order.sent",
+    ]
     assert arrivals.empty()
 
 
@@ -487,7 +507,7 @@ async def test_what_comes_together_is_stored_together(
     outbox: Outbox, make_outbox: MakeOutbox, listener: Listener, arrivals: Arrivals, recorder: Recorder
 ) -> None:
     app = outbox.http_app([listener], secrets=None)
-    gathering = app._intake._gatherings["orders"]
+    gathering = app._intake.gathering("orders")
     async with serving(app) as sender:
         async with held(make_outbox()):
             first = asyncio.ensure_future(sender.post(*structured(0, id="0")))
@@ -497,6 +517,49 @@ async def test_what_comes_together_is_stored_together(
         assert {each.status for each in [await first, *await sending]} == {202}
         assert {(await arrival(arrivals))[0] for _ in range(30)} == set(range(30))
     assert [each.stored for each in recorder.of(Received)] == [1, 29]
+
+
+def test_one_event_loop_does_not_wait_for_what_another_stores(
+    database_url: str, table_name: str, listener: Listener
+) -> None:
+    outbox = Outbox(db_engine_url=database_url, table_name=table_name, observers=[])
+    app = outbox.http_app([listener], secrets=None, timeout=SHORT)
+
+    async def post(id: str) -> int:
+        headers, body = structured(id=id)
+        sent: list[Any] = []
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": body}
+
+        async def send(event: Any) -> None:
+            sent.append(event)
+
+        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await app({"type": "http", "method": "POST", "path": "/", "headers": raw}, receive, send)
+        status: int = sent[0]["status"]
+        return status
+
+    async def begin() -> asyncio.Task[int]:
+        await outbox.create_tables()
+        task = asyncio.create_task(post("1"))
+        while app._intake.gathering("orders")._writing is None:
+            await asyncio.sleep(0)
+        return task
+
+    async def is_taken() -> bool:
+        return await post("2") == 202
+
+    async def eventually_taken() -> None:
+        await eventually(is_taken)
+        await outbox.store.close()
+
+    first = asyncio.new_event_loop()
+    stopped_in_the_middle = first.run_until_complete(begin())
+    asyncio.run(eventually_taken())
+    first.run_until_complete(stopped_in_the_middle)
+    first.run_until_complete(outbox.close())
+    first.close()
 
 
 async def test_while_the_database_is_silent_senders_are_told_to_come_again_and_then_nothing_happens_twice(
@@ -529,6 +592,37 @@ async def test_while_the_database_is_away_senders_are_told_to_come_again(listene
     assert (answered.status, answered.headers["retry-after"]) == (503, "5")
     assert "pass" not in answered.line
     assert recorder.of(Troubled)[0].where == "storing for orders"
+    await outbox.close()
+
+
+async def test_a_database_that_cannot_prove_who_it_is_costs_no_message(listener: Listener, tmp_path: Path) -> None:
+    """The error of a certificate is a ValueError, and so is that of a value which cannot be stored."""
+    make_certificates(tmp_path / "tls", host="localhost")
+    theirs = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    theirs.load_cert_chain(tmp_path / "tls/certificate.pem", tmp_path / "tls/key.pem")
+
+    async def shake_hands(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readexactly(8)  # PostgreSQL's question for TLS
+        writer.write(b"S")
+        with suppress(OSError):
+            await writer.start_tls(theirs)
+        writer.close()
+
+    async with await asyncio.start_server(shake_hands, "127.0.0.1", 0) as server:
+        url = f"postgresql+asyncpg://nobody@localhost:{server.sockets[0].getsockname()[1]}/nothing"
+        engine = create_async_engine(url, connect_args={"ssl": ssl.create_default_context()})
+        await is_told_to_come_again(Outbox(db_engine=engine, observers=[]), listener)
+
+
+@pytest.mark.parametrize("driver", ["asyncpg", "psycopg"])
+async def test_a_database_whose_name_is_wrong_costs_no_message(listener: Listener, driver: str) -> None:
+    url = f"postgresql+{driver}://nobody@{'a' * 70}.invalid/nothing"  # a label is too long to be asked for
+    await is_told_to_come_again(Outbox(db_engine_url=url, observers=[]), listener)
+
+
+async def is_told_to_come_again(outbox: Outbox, listener: Listener) -> None:
+    async with serving(outbox.http_app([listener], secrets=None), lifespan="off") as sender:
+        assert (await sender.post(*structured())).status == 503
     await outbox.close()
 
 
@@ -664,6 +758,18 @@ async def test_secrets_are_required_unless_somebody_wants_none(outbox: Outbox, l
     with pytest.raises(ConfigurationError, match="secrets=None"):
         outbox.http_app([listener])
     outbox.http_app([listener], secrets=None)
+
+
+@one_database
+async def test_a_request_is_known_for_as_long_as_its_signature_is_valid(
+    make_outbox: MakeOutbox, listener: Listener
+) -> None:
+    forgetful = make_outbox(inbox_retention=timedelta(minutes=9))
+    with pytest.raises(ConfigurationError, match=r"inbox_retention=9m: .* at least 10m"):
+        forgetful.http_app([listener], secrets=SECRET)
+    forgetful.http_app([listener], secrets=None)
+    for retention in (timedelta(minutes=10), NEVER):
+        make_outbox(inbox_retention=retention).http_app([listener], secrets=SECRET)
 
 
 @one_database

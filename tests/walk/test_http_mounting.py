@@ -14,6 +14,8 @@ from django.test.utils import override_settings
 from django.urls import path
 from fastapi import FastAPI
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Mount, Route
@@ -71,6 +73,50 @@ async def test_it_is_mounted_in_fastapi(outbox: Outbox, listener: Listener, arri
     app.add_route("/", front)
     app.mount("/hooks", hooks)
     await check(app, arrivals)
+
+
+async def test_a_sender_that_leaves_in_the_middle_is_no_fault_to_a_middleware(
+    outbox: Outbox, listener: Listener, arrivals: Arrivals
+) -> None:
+    hooks = outbox.http_app([listener], secrets=None)
+    answered: asyncio.Queue[int | Exception] = asyncio.Queue()
+
+    async def watch(request: Request, call_next: Any) -> Any:
+        try:
+            answer = await call_next(request)
+        except Exception as error:
+            answered.put_nowait(error)
+            raise
+        answered.put_nowait(answer.status_code)
+        return answer
+
+    app = Starlette(routes=[Mount("/hooks", hooks)], middleware=[Middleware(BaseHTTPMiddleware, dispatch=watch)])
+    headers, body = structured()
+    async with serving(app) as sender:
+        async with sender.connection() as (_, writer):
+            writer.write(head(headers, "/hooks/", length=len(body) + 1) + body)  # one byte more than there is
+            await writer.drain()
+        assert await arrival(answered) == 400
+    assert await outbox.messages() == []
+    assert arrivals.empty()
+
+
+async def test_it_is_mounted_behind_a_proxy_that_takes_a_part_of_the_path_away(
+    outbox: Outbox, listener: Listener, arrivals: Arrivals
+) -> None:
+    hooks = outbox.http_app([listener], secrets=None)
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        async with hooks.running():
+            yield
+
+    app = Starlette(routes=[Route("/", front), Mount("/hooks", hooks)], lifespan=lifespan)
+
+    async def told_of_the_proxy(scope: Any, receive: Any, send: Any) -> None:
+        await app({**scope, "root_path": "/api"}, receive, send)
+
+    await check(told_of_the_proxy, arrivals)
 
 
 async def view(request: HttpRequest) -> HttpResponse:

@@ -297,7 +297,28 @@ async def test_a_call_with_no_session_in_its_place_gets_one(shop: Shop) -> None:
     await shop.place(number=2)
     with pytest.raises(Failure):
         await shop.place(3, True)  # as if there were no session
+    with pytest.raises(Failure):
+        await shop.place(4, True, session=None)
     assert await shop.kept(1, 2)
+
+
+async def test_a_session_that_is_passed_by_name_leaves_any_number_of_places_to_others(shop: Shop) -> None:
+    @shop.outbox.transactional
+    async def place(*numbers: int, session: AsyncSession) -> None:
+        for number in numbers:
+            await shop.write(number, session)
+
+    @shop.outbox.transactional
+    def place_now(*numbers: int, session: Session) -> None:
+        for number in numbers:
+            shop.write_now(number, session)
+
+    await place(1, 2, 3)
+    await place()
+    await asyncio.to_thread(place_now, 4, 5, 6)
+    async with shop.outbox.transaction() as session:
+        await place(7, 8, session=session)
+    assert await shop.kept(*range(1, 9))
 
 
 async def test_a_session_in_the_first_place_is_found_there(shop: Shop) -> None:
@@ -457,14 +478,20 @@ async def test_a_hook_that_fails_is_told_and_stops_nobody(make_outbox: MakeOutbo
     async def fail_later() -> None:
         raise Failure
 
+    async def wait_for_what_was_cancelled() -> None:
+        task = asyncio.create_task(asyncio.sleep(60))
+        task.cancel()
+        await task
+
     async with outbox.transaction() as session:
         await outbox.emit(session, "order.placed", 1)
         outbox.after_commit(session, fail)
         outbox.after_commit(session, fail_later)
+        outbox.after_commit(session, wait_for_what_was_cancelled)
         outbox.after_commit(session, lambda: told.append("still"))
     failed = recorder.of(HookFailed)
-    assert [type(each.error) for each in failed] == [Failure, Failure]
-    assert [each.what.rpartition(".")[2] for each in failed] == ["fail", "fail_later"]
+    assert [type(each.error) for each in failed] == [Failure, Failure, asyncio.CancelledError]
+    assert [each.what.rpartition(".")[2] for each in failed] == ["fail", "fail_later", "wait_for_what_was_cancelled"]
     assert told == ["still"]
     assert len(await outbox.messages()) == 1
 

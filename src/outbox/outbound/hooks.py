@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -11,6 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session
 from sqlalchemy.orm import Session, scoped_session
 
 from outbox.core.callables import is_async
+from outbox.core.cancellation import cancelled_from_outside
 from outbox.core.errors import TransactionError
 from outbox.core.events import HookFailed, Observer
 from outbox.outbound.callers import plain_session
@@ -52,6 +54,10 @@ class CallersHook:
             answer = self.callback()
             if inspect.isawaitable(answer):
                 await answer
+        except asyncio.CancelledError as error:
+            if cancelled_from_outside():
+                raise
+            self.observe(HookFailed(_name(self.callback), error))
         except Exception as error:  # noqa: BLE001 - whatever it is
             self.observe(HookFailed(_name(self.callback), error))
 

@@ -102,14 +102,17 @@ class Place:
 
     kind: type[AsyncSession] | type[Session]
     name: str
-    position: int
+    position: int | None  # none if it is passed by name only
     signature_without_it: inspect.Signature
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> Place:
         """Find the parameter that is annotated with a session; what cannot work is refused."""
         name = _name(function)
-        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        if isinstance(function, classmethod | staticmethod):
+            raise ConfigurationError(f"{name}: write @{type(function).__name__} above @transactional, not below it")
+        behind = inspect.unwrap(function)  # such as @contextmanager
+        if inspect.isgeneratorfunction(behind) or inspect.isasyncgenfunction(behind):
             raise ConfigurationError(f"{name}: a generator outlives its transaction; use `async with transaction()`")
         signature = _resolved(function)
         parameters = list(signature.parameters.values())
@@ -126,15 +129,20 @@ class Place:
             raise ConfigurationError(f"{name}: a plain function cannot use an AsyncSession; make it `async def`")
         if kind is Session and is_async(function):
             raise ConfigurationError(f"{name}: an async function would block on a Session; ask for AsyncSession")
-        if parameter.kind is Parameter.POSITIONAL_ONLY:
-            raise ConfigurationError(f"{name}: the session needs a name to be passed by; remove the `/` behind it")
-        return cls(kind, parameter.name, position, signature.replace(parameters=parameters))
+        if parameter.kind not in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY):
+            raise ConfigurationError(
+                f"{name}: the session needs a name to be passed by; remove the `/` behind it, or *"
+            )
+        by_name = parameter.kind is Parameter.KEYWORD_ONLY
+        return cls(kind, parameter.name, None if by_name else position, signature.replace(parameters=parameters))
 
     def is_taken(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the caller passes a session."""
         if self.name in kwargs:
             return kwargs[self.name] is not None
-        return len(args) > self.position and isinstance(args[self.position], _SESSIONS)
+        if self.position is None or len(args) <= self.position:
+            return False
+        return isinstance(args[self.position], _SESSIONS)
 
     def call(
         self,
@@ -144,9 +152,10 @@ class Place:
         session: AsyncSession | Session,
     ) -> Any:
         """Call the function with a session in its place."""
-        if len(args) <= self.position:
+        if self.position is None or len(args) <= self.position:
             return function(*args, **{**kwargs, self.name: session})
-        return function(*args[: self.position], session, *args[self.position :], **kwargs)
+        others = {name: value for name, value in kwargs.items() if name != self.name}
+        return function(*args[: self.position], session, *args[self.position :], **others)
 
 
 _SESSIONS = (AsyncSession, Session, async_scoped_session, scoped_session)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -49,9 +50,10 @@ class SqlReceiving:
         # Always in the same order: two transactions with the same messages would wait for each other otherwise.
         entries = [{"message_id": id} for id in sorted(id for id, _ in messages)]
         chosen = {"queue": queue, "rows": self._store.json(entries)}
-        new = frozenset(connection.execute(self._enter_many, chosen).scalars())
-        if new:
-            self._store.place(connection, [placed_row(queue, message) for id, message in messages if id in new])
+        with _encoding():
+            new = frozenset(connection.execute(self._enter_many, chosen).scalars())
+            if new:
+                self._store.place(connection, [placed_row(queue, message) for id, message in messages if id in new])
         return new
 
     def reception(self, queue: str, message: Message) -> Reception:
@@ -118,12 +120,25 @@ class SqlReceiving:
         return {name: bindparam(name, type_=columns[name].type) for name in GIVEN}
 
 
+class _Unencodable(Exception):
+    """A driver cannot write a value down."""
+
+
+@contextmanager
+def _encoding() -> Iterator[None]:
+    """Around statements: where there is no connection yet, the same errors tell of a certificate or a host's name."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise _Unencodable(str(error)) from error
+
+
 def is_about_values(error: BaseException) -> bool:
     """Whether a statement failed for what it was to write, so that it will fail again."""
-    if not isinstance(error, DBAPIError):
-        return isinstance(error, TypeError | ValueError)  # it could not be encoded
-    if isinstance(error, DataError | IntegrityError):
+    if isinstance(error, DataError | IntegrityError | _Unencodable):
         return True
+    if not isinstance(error, DBAPIError):
+        return False
     state = getattr(error.orig, "sqlstate", None) or ""
     return state[:2] in _ABOUT_VALUES or isinstance(getattr(error.orig, "__cause__", None), ValueError)
 

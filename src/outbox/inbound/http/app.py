@@ -8,7 +8,6 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from outbox.core.events import Advised, Observer, RequestDeclined
 from outbox.inbound.http.answer import ACCEPTED, Answer, Declined, Receive, Scope, Send, not_now
 from outbox.inbound.http.intake import Intake
-from outbox.inbound.http.request import SenderGone
 
 AGAIN = 1  # seconds after which a sender may try again what came while too many others did
 
@@ -57,8 +56,6 @@ class HttpApp:
         self._under_way += 1
         try:
             answer = await self._answer(scope, receive)
-        except SenderGone:
-            return
         finally:
             self._under_way -= 1
         await answer.send(send)

@@ -61,6 +61,7 @@ class Gathering:
                     part.fail(not_now("the database does not answer", AGAIN))
             else:
                 self._tell(batch, receipt)
+        self._writing = None  # a task keeps its event loop alive
 
     def _next(self) -> list[_Part]:
         """What the next transaction writes: whole requests, at least one, and no more than fit in a batch."""

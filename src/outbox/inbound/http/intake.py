@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from weakref import WeakKeyDictionary
 
 from outbox.core.binding import Bindings, first_match
 from outbox.core.errors import SignatureInvalid, named
@@ -47,10 +49,8 @@ class Intake:
         self._memory = memory
         self._unroutable = unroutable
         self._bindings = Bindings(listener.binding for listener in listeners)
-        self._gatherings = {
-            listener.queue: Gathering(store, listener.queue, batch_size=batch_size, observe=observe)
-            for listener in listeners
-        }
+        self._new_gathering = partial(Gathering, store, batch_size=batch_size, observe=observe)
+        self._gatherings: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, Gathering]] = WeakKeyDictionary()
 
     async def take(self, scope: Scope, receive: Receive) -> None:
         """Returns when everything in the request is durable, or was before; raises Declined otherwise."""
@@ -83,11 +83,19 @@ class Intake:
                 found.setdefault(queue, []).append(message)
         return found
 
+    def gathering(self, queue: str) -> Gathering:
+        """Where messages for a queue wait in this event loop: none of another could wake whoever waits for them."""
+        gatherings = self._gatherings.setdefault(asyncio.get_running_loop(), {})
+        found = gatherings.get(queue)
+        if found is None:
+            found = gatherings[queue] = self._new_gathering(queue)
+        return found
+
     async def _store(self, by_queue: Mapping[str, Sequence[Message]]) -> None:
         """Each queue in a transaction of its own. If one fails, all come again, and those of the others are known."""
         timeout = self._terms.timeout
         try:
             async with asyncio.timeout(timeout):
-                await together([self._gatherings[queue].add(each) for queue, each in by_queue.items()])
+                await together([self.gathering(queue).add(each) for queue, each in by_queue.items()])
         except TimeoutError:
             raise not_now(f"the database did not answer within {timeout:g} s", AGAIN) from None

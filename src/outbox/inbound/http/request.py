@@ -11,10 +11,6 @@ from outbox.inbound.http.answer import Declined, Receive, Scope
 _READ_ONCE = ("content-", "ce-", "webhook-")  # two different ones would leave open which of them counts
 
 
-class SenderGone(Exception):
-    """The connection ended before the request did: there is nobody to answer."""
-
-
 @dataclass(frozen=True, slots=True)
 class Request:
     """A whole request."""
@@ -65,7 +61,8 @@ async def _body(receive: Receive, largest: int) -> bytes:
     while True:
         event = await receive()
         if event["type"] == "http.disconnect":
-            raise SenderGone
+            # Nobody hears it. But a middleware that saw no answer would take that for a fault.
+            raise Declined(400, "the connection ended before the request did")
         part = event.get("body", b"")
         parts.append(part)
         size += len(part)
@@ -76,11 +73,15 @@ async def _body(receive: Receive, largest: int) -> bytes:
 
 
 def _paths(scope: Scope) -> tuple[str, str]:
-    """Servers and frameworks do not agree whether a path begins with that of the mount."""
-    path, root = scope["path"], scope.get("root_path", "").rstrip("/")
-    if root and path != root and not path.startswith(f"{root}/"):
-        path = root + path
-    return path, path.removeprefix(root).strip("/")
+    """The path, and what of it lies below the mount.
+
+    Servers, proxies and frameworks do not agree how much of the mount's path a request's begins with. And however many
+    slashes somebody writes, it is the same endpoint: otherwise one more would make a copy new.
+    """
+    root, path = ([word for word in scope.get(name, "").split("/") if word] for name in ("root_path", "path"))
+    stripped = next(count for count in range(len(root) + 1) if path[: len(root) - count] == root[count:])
+    below = path[len(root) - stripped :]
+    return "/" + "/".join([*root, *below]), "/".join(below)
 
 
 def _too_large(largest: int) -> Declined:

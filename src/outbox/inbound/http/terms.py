@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 from enum import Enum
 from typing import Final
 
-from outbox.core.durations import Seconds, as_lifetime, configured
+from outbox.core.durations import Retention, Seconds, as_lifetime, configured, in_words
 from outbox.core.errors import ConfigurationError
 from outbox.core.message import LARGEST_HEADERS
-from outbox.core.webhooks import AnySecrets, Secrets
+from outbox.core.webhooks import TOLERANCE, AnySecrets, Secrets
 
 
 class Required(Enum):
@@ -40,11 +41,15 @@ class Terms:
         timeout: Seconds,
         *,
         max_body_size: int,
+        inbox_retention: Retention,
     ) -> Terms:
         if max_request_size is None:
             max_request_size = largest_request(max_body_size)
+        chosen = _chosen(secrets)
+        if chosen is not None:
+            _check_outlives_signatures(inbox_retention)
         return cls(
-            secrets=_chosen(secrets),
+            secrets=chosen,
             max_body_size=max_body_size,
             max_request_size=_count("max_request_size", max_request_size),
             most_at_once=_count("most_at_once", most_at_once),
@@ -64,6 +69,15 @@ def _chosen(secrets: AnySecrets | Required | None) -> Secrets | None:
             "secrets=None takes whatever anybody sends, for senders that are known by other means"
         )
     return None if secrets is None else Secrets.of(secrets)
+
+
+def _check_outlives_signatures(retention: Retention) -> None:
+    """A request is known again for as long as its signature is valid: by a clock that is ahead, twice the tolerance."""
+    if isinstance(retention, timedelta) and retention < 2 * TOLERANCE:
+        raise ConfigurationError(
+            f"inbox_retention={in_words(retention)}: a signed request that is sent again would be new before its "
+            f"signature is too old; keep entries for at least {in_words(2 * TOLERANCE)}"
+        )
 
 
 def _count(name: str, value: int) -> int:
