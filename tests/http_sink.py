@@ -266,6 +266,11 @@ class HttpSink:
         self._server = await asyncio.start_server(self._serve, self._host, self.port, ssl=self._ssl_context)
         self.port = self._server.sockets[0].getsockname()[1]
 
+    def accept_no_more(self) -> None:
+        """Refuse connections; those that there are go on."""
+        assert self._server is not None
+        self._server.close()
+
     async def stop(self) -> None:
         """Refuse connections, and cut those that there are."""
         server, self._server = self._server, None

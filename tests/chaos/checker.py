@@ -16,6 +16,7 @@ from tests.chaos.history import COMMITTED, ROLLED_BACK, UNKNOWN, UNTOLD, Emitted
 
 RECOVERY = 10.0  # seconds within which work resumes once the faults are over
 STOPPING = 20.0  # seconds within which a process that was told to stop is gone
+ON_THE_WAY = 1.0  # seconds that a request may take from its relay to the doorway
 LONGEST_BATCH = 30.0  # seconds after which a relay knows what became of all that it sent at once
 TOLERANCE = 3  # a slow machine may take so many times as long
 
@@ -348,7 +349,8 @@ def excused_attempts(tables: FinalTables) -> Counter[str]:
     excused: Counter[str] = Counter()
     for each in tables.asked:
         if each.status is None:
-            later = answers[each.relay][bisect_left(answers[each.relay], each.began) :]
+            # The relay's clock for a request began when it wrote it, a moment before it came here.
+            later = answers[each.relay][bisect_left(answers[each.relay], each.began - ON_THE_WAY) :]
             excused[each.message_id] += bool(later) and later[0] <= each.ended + LONGEST_BATCH
         else:
             excused[each.message_id] += not each.is_taken

@@ -178,6 +178,17 @@ async def test_silence_about_one_while_others_are_answered_counts_against_it(sin
     assert "answers others" in found.refused[poison.id].error
 
 
+async def test_what_never_went_out_is_in_doubt_although_others_are_answered(sink: HttpSink) -> None:
+    async with opened(HttpTransport(sink.url, timeout=LONG)) as transport:
+        first, second, third = message(), message(), message()
+        assert (await transport.publish([first])).confirmed
+        sink.accept_no_more()
+        found = await transport.publish([second, third])  # one over the connection that is kept, one over none
+        assert (len(found.confirmed), found.refused) == (1, {})
+        assert "Connect" in found.silence
+        assert len(sink.requests) == 2
+
+
 @pytest.mark.parametrize("kind", SILENCES)
 async def test_no_error_shows_what_may_be_secret_in_a_url(sink: HttpSink, kind: str) -> None:
     sink.behave(by_type({"poison": SILENCES[kind], "refused": status(500)}))

@@ -35,6 +35,7 @@ BATCH_WITHIN = timedelta(seconds=25)  # for all answers to a batch: less than th
 TURN = 0.2  # seconds after which a batch lets others have a slot: with each message would take longer than some answers
 KEEP_ALIVE = 4.0  # seconds that an idle connection is kept: less than servers do, so that few close under a request
 SHORTEST_SECRET = 6  # characters: what is shorter would be found everywhere
+NEVER = float("inf")
 AT_ONCE = 1.0  # seconds in which a request is sent again whose connection was closed under it
 
 Mode = Literal["structured", "binary"]
@@ -121,7 +122,7 @@ class HttpTransport:
         await asyncio.gather(*(self._work(batch) for _ in range(min(self._concurrency, len(messages)))))
         # Only now: a request may have failed before another one of its time was answered.
         for silence in batch.silences:
-            if self._answered > silence.began:
+            if self._answered > silence.trial.went_out_at:
                 batch.refused[silence.id] = Refusal(f"{self._place.host} answers others: {silence.error}")
         why = batch.silences[0].error if batch.silences else ""
         asked = bool(batch.silences or batch.confirmed or batch.refused)
@@ -160,20 +161,20 @@ class HttpTransport:
             return False
 
     async def _post(self, message: Message, batch: _Batch) -> None:
-        began = self._now()
+        trial = _Trial(self._now)
         try:
-            found = await self._answer(message)
+            found = await self._answer(message, trial)
         except asyncio.CancelledError:
             if cancelled_from_outside():
                 raise
-            batch.silences.append(_Silence(message.id, began, "the client gave up"))
+            batch.silences.append(_Silence(message.id, trial, "the client gave up"))
         except TimeoutError:
             error = f"no answer within {self._timeout.total_seconds():g} s"
-            batch.silences.append(_Silence(message.id, began, error))
+            batch.silences.append(_Silence(message.id, trial, error))
         except AddressRefused as error:
             batch.refused[message.id] = Refusal(f"{self._place.host}: {error}")
         except (aiohttp.ClientError, OSError) as error:
-            batch.silences.append(_Silence(message.id, began, self._hidden(_described(error).encode()).decode()))
+            batch.silences.append(_Silence(message.id, trial, self._hidden(_described(error).encode()).decode()))
         except Exception as error:  # noqa: BLE001 - one message that cannot be sent must not take others with it
             batch.refused[message.id] = Refusal(_described(error))
         else:
@@ -182,25 +183,26 @@ class HttpTransport:
             else:
                 batch.refused[message.id] = found
 
-    async def _answer(self, message: Message) -> Refusal | None:
+    async def _answer(self, message: Message, trial: _Trial) -> Refusal | None:
         """Why the destination does not take the message; None if it does."""
         began = self._now()
         over_a_kept_connection = began - self._answered < KEEP_ALIVE
         try:
-            return await self._ask(message)
+            return await self._ask(message, trial)
         except aiohttp.ClientConnectionError as error:
             # A server may close a connection that it kept just as a request goes out. That tells nothing of either.
             at_once = self._now() - began < AT_ONCE
             if isinstance(error, aiohttp.ClientConnectorError) or not (over_a_kept_connection and at_once):
                 raise
-            return await self._ask(message)
+            return await self._ask(message, trial)
 
-    async def _ask(self, message: Message) -> Refusal | None:
+    async def _ask(self, message: Message, trial: _Trial) -> Refusal | None:
+        trial.went_out_at = NEVER
         headers, body = self._write(message, self._source or _DEFAULTS.source)
         if self._secrets is not None:
             headers |= webhooks.sign(self._secrets, message.id, int(time.time()), body)
         async with asyncio.timeout(self._within):
-            answer = await self._exchange.post(headers, body)
+            answer = await self._exchange.post(headers, body, trial.went_out)
         self._answered = self._now()
         said = await answer.read()
         if is_taken(answer.status):
@@ -225,11 +227,22 @@ class HttpTransport:
 
 
 @dataclass(slots=True)
+class _Trial:
+    """A request on its way. Until it goes out, nothing that happens is about its message."""
+
+    now: Callable[[], float]
+    went_out_at: float = NEVER
+
+    def went_out(self) -> None:
+        self.went_out_at = self.now()
+
+
+@dataclass(slots=True)
 class _Silence:
     """A request that got no answer."""
 
     id: str
-    began: float
+    trial: _Trial
     error: str
 
 

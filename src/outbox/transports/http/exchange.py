@@ -7,7 +7,7 @@ request anew, cookies, redirects, proxies, costs more than all the rest and must
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -39,12 +39,12 @@ class Exchange:
     async def close(self) -> None:
         await self._connector.close()
 
-    async def post(self, headers: Mapping[str, str], body: bytes) -> Answer:
-        """What was answered, as soon as its status is known; it must be read then."""
+    async def post(self, headers: Mapping[str, str], body: bytes, went_out: Callable[[], None]) -> Answer:
+        """What was answered, as soon as its status is known; it must be read then. Tells when the request goes out."""
         head = f"{self._head}{_lines(headers.items())}content-length: {len(body)}\r\n\r\n".encode("ascii")
         connection = await self._connector.connect(self._request, [], _WITHOUT_END)
         try:
-            return await _answer(connection, head + body)
+            return await _answer(connection, head + body, went_out)
         except BaseException:
             _hang_up(connection)
             raise
@@ -86,7 +86,7 @@ class Answer:
             _hang_up(self._connection)
 
 
-async def _answer(connection: Any, request: bytes) -> Answer:
+async def _answer(connection: Any, request: bytes, went_out: Callable[[], None]) -> Answer:
     protocol, transport = connection.protocol, connection.transport
     if transport is None or protocol.should_close:
         # What came unasked over a kept connection would be taken for the answer to this request.
@@ -94,6 +94,7 @@ async def _answer(connection: Any, request: bytes) -> Answer:
     protocol.set_response_params(read_until_eof=True, auto_decompress=False)
     protocol._parser = _Parser(protocol)
     transport.write(request)
+    went_out()
     try:
         message, rest = await protocol.read()
         while 100 <= message.code <= 199 and message.code != 101:  # not yet the answer
