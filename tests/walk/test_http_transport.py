@@ -189,6 +189,17 @@ async def test_what_never_went_out_is_in_doubt_although_others_are_answered(sink
         assert len(sink.requests) == 2
 
 
+async def test_whoever_is_cancelled_posts_nothing_more(sink: HttpSink) -> None:
+    sink.behave(hang(), times=1)
+    async with opened(HttpTransport(sink.url, timeout=LONG, concurrency=1)) as transport:
+        publishing = asyncio.create_task(transport.publish([message(), message()]))
+        await sink.until(1)
+        publishing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await publishing
+        assert len(sink.requests) == 1
+
+
 @pytest.mark.parametrize("kind", SILENCES)
 async def test_no_error_shows_what_may_be_secret_in_a_url(sink: HttpSink, kind: str) -> None:
     sink.behave(by_type({"poison": SILENCES[kind], "refused": status(500)}))

@@ -35,7 +35,7 @@ BATCH_WITHIN = timedelta(seconds=25)  # for all answers to a batch: less than th
 TURN = 0.2  # seconds after which a batch lets others have a slot: with each message would take longer than some answers
 KEEP_ALIVE = 4.0  # seconds that an idle connection is kept: less than servers do, so that few close under a request
 SHORTEST_SECRET = 6  # characters: what is shorter would be found everywhere
-NEVER = float("inf")
+NOT_YET = float("inf")  # when a request went out that has not
 AT_ONCE = 1.0  # seconds in which a request is sent again whose connection was closed under it
 
 Mode = Literal["structured", "binary"]
@@ -197,7 +197,7 @@ class HttpTransport:
             return await self._ask(message, trial)
 
     async def _ask(self, message: Message, trial: _Trial) -> Refusal | None:
-        trial.went_out_at = NEVER
+        trial.went_out_at = NOT_YET
         headers, body = self._write(message, self._source or _DEFAULTS.source)
         if self._secrets is not None:
             headers |= webhooks.sign(self._secrets, message.id, int(time.time()), body)
@@ -231,7 +231,7 @@ class _Trial:
     """A request on its way. Until it goes out, nothing that happens is about its message."""
 
     now: Callable[[], float]
-    went_out_at: float = NEVER
+    went_out_at: float = NOT_YET
 
     def went_out(self) -> None:
         self.went_out_at = self.now()
