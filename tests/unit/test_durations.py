@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outbox import OutboxError, TimeInvalid
-from outbox.core.durations import LONGEST, as_delay, as_due, as_lifetime, in_words, parse_duration
+from outbox.core.durations import EARLIEST, LONGEST, as_delay, as_due, as_lifetime, in_words, parse_duration
+from outbox.stores.heads import BEGINNING
 
 DELAYS = st.timedeltas(min_value=timedelta(0), max_value=LONGEST)
 SECOND = timedelta(seconds=1)
@@ -205,7 +206,7 @@ def test_a_time_that_the_clocks_leave_out_is_never_due_before_they_have_passed_i
 
 
 @given(
-    st.datetimes(min_value=datetime(1970, 1, 1), max_value=datetime(2100, 1, 1)),
+    st.datetimes(min_value=datetime(1970, 1, 2), max_value=datetime(2100, 1, 1)),
     st.integers(min_value=-14 * 60, max_value=14 * 60),
 )
 def test_an_aware_datetime_is_the_same_instant_in_utc(moment: datetime, minutes: int) -> None:
@@ -226,8 +227,6 @@ class Broken(tzinfo):
 @pytest.mark.parametrize(
     "eta",
     [
-        pytest.param(datetime.min, id="year 1, naive"),
-        pytest.param(datetime.min.replace(tzinfo=timezone(timedelta(hours=12))), id="year 1, east"),
         pytest.param(datetime.max.replace(tzinfo=timezone(timedelta(hours=-12))), id="year 9999, west"),
         pytest.param(datetime(2030, 1, 1, tzinfo=Broken()), id="a broken time zone"),
     ],
@@ -240,6 +239,22 @@ def test_a_moment_that_utc_does_not_have_is_refused(eta: datetime) -> None:
 
 def test_a_moment_in_the_past_is_an_instant_like_any_other() -> None:
     assert as_due(datetime(1999, 1, 1, tzinfo=UTC)) == datetime(1999, 1, 1, tzinfo=UTC)
+
+
+@pytest.mark.parametrize(
+    "eta",
+    [
+        pytest.param(datetime(1969, 12, 31, tzinfo=UTC), id="the day before"),
+        pytest.param(datetime(1970, 1, 1), id="naive, east of Greenwich"),
+        pytest.param(datetime(1970, 1, 1, 11, tzinfo=timezone(timedelta(hours=12))), id="only in the east"),
+        pytest.param(datetime.min, id="year 1, naive"),
+        pytest.param(datetime.min.replace(tzinfo=UTC), id="year 1"),
+        pytest.param(datetime.min.replace(tzinfo=timezone(timedelta(hours=12))), id="year 1, east"),
+    ],
+)
+@pytest.mark.usefixtures("central_europe")
+def test_what_lies_before_1970_is_the_earliest_time_that_claims_find(eta: datetime) -> None:
+    assert as_due(eta) == EARLIEST == BEGINNING
 
 
 def test_every_refusal_is_an_error_of_this_library_and_a_value_error() -> None:

@@ -40,6 +40,7 @@ AT_THE_LIMIT: list[Any] = [
     pytest.param({"headers": {"A-Z_a.z-0_9.": ""}}, id="every character a header's name may have"),
     pytest.param({"headers": {"city": "Zürich 🎉"}}, id="a header's value that is not ASCII"),
     pytest.param({"headers": {}}, id="no headers"),
+    pytest.param({"headers": {"x-trace": "1", "outbox": "2", "CCC": "3"}}, id="names that are nearly reserved"),
     pytest.param({"routing_key": "k" * 255}, id="a routing key of 255 bytes"),
     pytest.param({"routing_key": "é" * 127 + "k"}, id="a routing key of 255 bytes, not ASCII"),
     pytest.param({"routing_key": "order.*"}, id="a routing key that looks like a pattern"),
@@ -67,6 +68,10 @@ BEYOND: list[Any] = [
     pytest.param({"headers": {"n" * 256: "x"}}, HeaderInvalid, id="a header's name of 256 characters"),
     pytest.param({"headers": {"a b": "x"}}, HeaderInvalid, id="a space in a header's name"),
     pytest.param({"headers": {"a": "x\r\ny: z"}}, HeaderInvalid, id="a line break in a header's value"),
+    *(
+        pytest.param({"headers": {name: "x"}}, HeaderInvalid, id=f"the reserved name {name}")
+        for name in ("CC", "BCC", "outbox-attempt", "x-opt-mine", "x-death", "x-first-death-queue")
+    ),
     pytest.param({"routing_key": "k" * 256}, RoutingKeyInvalid, id="a routing key of 256 bytes"),
     pytest.param({"routing_key": "é" * 128}, RoutingKeyInvalid, id="a routing key is counted in bytes"),
     pytest.param({"routing_key": ""}, RoutingKeyInvalid, id="an empty routing key"),

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from contextlib import ExitStack
 from contextvars import copy_context
 from uuid import UUID
 
@@ -51,6 +52,40 @@ async def test_what_follows_from_a_message_carries_its_ids_and_the_next_task_doe
     effect = await asyncio.create_task(listener())
     assert effect.tracking_ids == (*cause.tracking_ids, effect.id)
     assert get_tracking_ids() == ()
+
+
+def test_a_walk_without_end_keeps_its_first_id_and_the_last_63() -> None:
+    def ticks(count: int) -> list[Message]:
+        made = [Message(routing_key="tick", body=b"")]
+        while len(made) < count:
+            follow(made[-1].tracking_ids)
+            made.append(Message(routing_key="tick", body=b""))
+        return made
+
+    walk = copy_context().run(ticks, 200)
+    ids = [tick.id for tick in walk]
+    assert walk[63].tracking_ids == tuple(ids[:64])
+    assert walk[64].tracking_ids == (ids[0], *ids[2:65])
+    assert walk[-1].tracking_ids == (ids[0], *ids[-63:])
+
+
+def test_of_what_others_send_no_more_is_followed() -> None:
+    strangers = tuple(f"id-{number}" for number in range(10_000))
+
+    def following() -> tuple[tuple[str, ...], Message]:
+        follow(strangers)
+        return get_tracking_ids(), Message(routing_key="a", body=b"")
+
+    led_here, message = copy_context().run(following)
+    assert led_here == (strangers[0], *strangers[-63:])
+    assert message.tracking_ids == (strangers[0], *strangers[-62:], message.id)
+
+
+def test_blocks_inside_blocks_keep_no_more_either() -> None:
+    with ExitStack() as stack:
+        [first, *_] = [stack.enter_context(tracking()) for _ in range(100)]
+        assert len(get_tracking_ids()) == 64
+        assert get_tracking_ids()[:1] == first
 
 
 def test_an_exception_ends_the_block_like_any_other_end() -> None:

@@ -30,6 +30,7 @@ from outbox import (
     TransactionError,
     tracking,
 )
+from outbox.core.attempt import Done, Reason
 from outbox.core.events import Emitted
 from outbox.core.prepared import prepare
 from tests.conftest import MakeOutbox
@@ -250,6 +251,32 @@ async def test_a_delay_counts_on_the_databases_clock(driver: Driving, outbox: Ou
     assert ours.message.expires_at is not None
     assert abs(ours.message.expires_at - ours.due_at - timedelta(hours=2)) < timedelta(minutes=1)
     assert abs(theirs.due_at - ours.due_at) < timedelta(minutes=1)
+
+
+@only("asyncpg", "sqlite3")
+@pytest.mark.parametrize(
+    "eta", [datetime(1969, 12, 31, tzinfo=UTC), datetime.min.replace(tzinfo=UTC)], ids=["1969", "year 1"]
+)
+async def test_what_was_due_before_1970_is_claimed_at_once(driver: Driving, outbox: Outbox, eta: datetime) -> None:
+    await driver.begin()
+    assert await driver.emit(outbox, "order.created", 1, eta=eta, timer_id="order-1") is not None
+    await driver.commit()
+    async with outbox.store.claim(10, lease=timedelta(seconds=30)) as claim:
+        [attempt] = claim.attempts
+        await claim.settle({attempt.id: Done()})
+    await driver.begin()
+    assert await driver.emit(outbox, "order.created", 2, eta=eta, timer_id="order-1") is not None, "its name is free"
+    await driver.commit()
+
+
+@only("asyncpg", "sqlite3")
+async def test_an_expiration_counts_from_a_time_before_1970_as_from_any_other(driver: Driving, outbox: Outbox) -> None:
+    await driver.begin()
+    await driver.emit(outbox, "order.created", 1, eta=datetime(1960, 1, 1, tzinfo=UTC), expiration=timedelta(days=1))
+    await driver.commit()
+    async with outbox.store.claim(10, lease=timedelta(seconds=30)) as claim:
+        assert claim.attempts == []
+    assert [letter.reason for letter in await outbox.dead_letters.list()] == [Reason.EXPIRED]
 
 
 async def test_many_messages_go_as_one_batch(driver: Driving, outbox: Outbox) -> None:

@@ -19,7 +19,9 @@ NEVER: Final = "NEVER"
 
 NO_DELAY: Final = timedelta(0)
 LONGEST: Final = timedelta(days=36_525)  # a century: everything beyond is a mistake in units
+EARLIEST: Final = datetime(1970, 1, 1, tzinfo=UTC)  # nothing is due before it: claims search from there
 
+_SURELY_LATER: Final = datetime(1970, 1, 2)  # noqa: DTZ001 - whatever the time zone, by less than a day
 _UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 _PART: Final = re.compile(r"(\d+(?:\.\d+)?)(ms|[smhd])")
 
@@ -45,6 +47,8 @@ def as_due(eta: Eta | None) -> datetime | timedelta:
     if eta is None:
         return NO_DELAY
     if isinstance(eta, datetime):
+        if eta.replace(tzinfo=None) < _SURELY_LATER:  # before any conversion: UTC may not have such a time
+            return EARLIEST
         try:
             if eta.tzinfo is None:
                 return datetime.fromtimestamp(eta.timestamp(), UTC)  # local time; never early where clocks leave it out

@@ -20,7 +20,7 @@ from outbox.core.errors import (
     TooManyHeaders,
     named,
 )
-from outbox.core.tracking import get_tracking_ids, new_id
+from outbox.core.tracking import next_tracking_ids
 
 JSON = "application/json"
 BYTES = "application/octet-stream"
@@ -42,7 +42,7 @@ class Message:
     content_type: str = JSON
     headers: Mapping[str, str] = field(default_factory=dict)
     key: str | None = None
-    tracking_ids: tuple[str, ...] = field(default_factory=lambda: (*get_tracking_ids(), new_id()))
+    tracking_ids: tuple[str, ...] = field(default_factory=next_tracking_ids)
     created_at: datetime = field(default_factory=lambda: datetime.now(UTC))  # by the emitter's clock
     expires_at: datetime | None = None
     due_at: datetime | None = field(default=None, compare=False)  # if that was much later: by an eta, a replay

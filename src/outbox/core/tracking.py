@@ -9,18 +9,20 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from uuid import UUID
 
+MOST_IDS = 64  # brokers and HTTP servers limit what a message carries beside its body: the first id, and the last 63
+
 _tracking_ids: ContextVar[tuple[str, ...]] = ContextVar("outbox_tracking_ids", default=())
 
 
 def get_tracking_ids() -> tuple[str, ...]:
-    """The ids of the messages that led here, oldest first."""
+    """The ids of the messages that led here, oldest first: of more than 64 the first and the last 63."""
     return _tracking_ids.get()
 
 
 @contextmanager
 def tracking() -> Iterator[tuple[str, ...]]:
     """Give what is emitted in this block a common first id, one for the entry point itself."""
-    tracking_ids = (*get_tracking_ids(), new_id())
+    tracking_ids = next_tracking_ids()
     token = _tracking_ids.set(tracking_ids)
     try:
         yield tracking_ids
@@ -30,7 +32,18 @@ def tracking() -> Iterator[tuple[str, ...]]:
 
 def follow(tracking_ids: tuple[str, ...]) -> None:
     """Let the rest of this task be what follows from the message with these tracking ids."""
-    _tracking_ids.set(tracking_ids)
+    _tracking_ids.set(_kept(tracking_ids))
+
+
+def next_tracking_ids() -> tuple[str, ...]:
+    """The tracking ids of what is made here: those that led here, and a new one."""
+    return _kept((*get_tracking_ids(), new_id()))
+
+
+def _kept(tracking_ids: tuple[str, ...]) -> tuple[str, ...]:
+    if len(tracking_ids) <= MOST_IDS:
+        return tracking_ids
+    return (tracking_ids[0], *tracking_ids[1 - MOST_IDS :])
 
 
 def new_id() -> str:

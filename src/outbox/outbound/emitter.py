@@ -12,6 +12,7 @@ from outbox.core.cloudevents import SOURCE
 from outbox.core.durations import Eta, Seconds, as_due, as_lifetime
 from outbox.core.errors import HeaderInvalid, NotAtomicWarning, TimeInvalid
 from outbox.core.events import Emitted, Observer
+from outbox.core.headers import is_reserved
 from outbox.core.message import Message, Schedule, check, check_timer_id
 from outbox.core.store import Store
 from outbox.outbound.callers import CallersTransaction, at_once, awaited
@@ -56,6 +57,7 @@ class Emitter:
             key=key(body) if callable(key) else key,
         )
         check(message, self._max_body_size)
+        _check_names(message.headers)
         return message
 
     def schedule(self, eta: Eta | None, expiration: Seconds | None, timer_id: str | None) -> Schedule:
@@ -127,3 +129,13 @@ def _as_headers(headers: Mapping[str, str] | None, source: str | None) -> dict[s
     if source == "" or found.get(SOURCE, source) != source:
         raise HeaderInvalid(f"source is not empty, and the header {SOURCE!r} is the same thing: give one of them")
     return {**found, SOURCE: source}
+
+
+def _check_names(headers: Mapping[str, str]) -> None:
+    """Refuse what only a message from outside may be called: RabbitMQ would not take it from us."""
+    for name in headers:
+        if is_reserved(name):
+            raise HeaderInvalid(
+                f"header name {name!r} has a meaning of its own: CC, BCC and what begins with outbox- or x-opt- is "
+                "reserved, and so is what RabbitMQ writes itself; give yours another name"
+            )

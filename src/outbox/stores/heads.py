@@ -12,11 +12,13 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from operator import itemgetter
 from typing import Any
 
-BEGINNING = datetime(1970, 1, 1, tzinfo=UTC)
+from outbox.core.durations import EARLIEST
+
+BEGINNING = EARLIEST
 
 SLOW = 0.015  # seconds for a look from the beginning that make it worth its while to ask for the dead
 MANY = 10_000  # dead rows that make it worth its while to remember the head

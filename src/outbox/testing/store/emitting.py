@@ -9,7 +9,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from outbox.core.attempt import Done, Reason
 from outbox.core.binding import Binding
-from outbox.core.durations import NEVER
+from outbox.core.durations import EARLIEST, NEVER
 from outbox.core.message import NOW, Schedule
 from outbox.core.store import Store
 from outbox.testing.store.cases import (
@@ -133,6 +133,10 @@ class EmittingCases(StoreCases):
     async def test_a_time_in_the_past_is_due_at_once(self, engine: AsyncEngine, store: Store) -> None:
         due = datetime.now(UTC) - timedelta(days=1)
         await emit(engine, store, message(), schedule=Schedule(due=due))
+        assert len(await claimed(store, destination=None)) == 1
+
+    async def test_the_earliest_time_there_is_is_due_at_once(self, engine: AsyncEngine, store: Store) -> None:
+        await emit(engine, store, message(), schedule=Schedule(due=EARLIEST))
         assert len(await claimed(store, destination=None)) == 1
 
     async def test_a_delayed_message_is_not_routed_before_it_is_due(self, engine: AsyncEngine, store: Store) -> None:

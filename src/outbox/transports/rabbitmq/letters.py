@@ -14,6 +14,7 @@ from pamqp import encode
 from outbox.core.attempt import Reason
 from outbox.core.dead_letter import FIRST_OF_QUEUES, DeadLetter, clean
 from outbox.core.errors import Undecodable
+from outbox.core.headers import is_brokers
 from outbox.core.message import BYTES, Message
 from outbox.transports.rabbitmq.channels import Incoming
 from outbox.transports.rabbitmq.properties import (
@@ -26,7 +27,6 @@ from outbox.transports.rabbitmq.properties import (
     QUEUE,
     REASON,
     Envelope,
-    is_brokers,
     microseconds,
     of_replay,
 )

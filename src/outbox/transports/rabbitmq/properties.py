@@ -17,10 +17,10 @@ from pamqp import decode, encode
 from outbox.core.attempt import Attempt, Dead
 from outbox.core.dead_letter import clean
 from outbox.core.errors import Undecodable
+from outbox.core.headers import OURS, REROUTING, is_brokers, is_reserved
 from outbox.core.message import BYTES, Message
 from outbox.core.tracking import new_id
 
-OURS = "outbox-"  # what the names of our own headers begin with
 TRACKING_IDS = "outbox-tracking-ids"
 KEY = "outbox-key"
 CREATED_AT = "outbox-created-at"  # this and the next three in microseconds since 1970
@@ -41,11 +41,6 @@ LONGEST_HISTORY = 16 * 1024  # bytes: the oldest lines go first
 _OF_THIS_COPY = (ON_TRIAL, QUEUE, REASON, ERROR, DIED_AT)
 _OF_THIS_LIFE = (*_OF_THIS_COPY, ATTEMPT, CRASHES, EXPIRES_AT)
 _COUNTS = ("x-delivery-count", "x-acquired-count")  # by version
-# These make the broker send copies elsewhere, and they are lists there.
-_REROUTING = frozenset({"CC", "BCC"})
-# What the broker writes. Carried on, `x-death` lets it drop a message as going in circles.
-_BROKERS = frozenset({"x-death", "x-delivery-count", "x-acquired-count", "x-stream-offset"})
-_BROKERS_PREFIXES = ("x-first-death-", "x-last-death-", "x-opt-")
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)
@@ -133,7 +128,7 @@ def _content_type(text: str) -> bytes:
 @lru_cache(maxsize=1024)
 def _user_entries(headers: tuple[tuple[str, str], ...]) -> bytes:
     for name, _ in headers:
-        if name.startswith(OURS) or name in _REROUTING or is_brokers(name):
+        if is_reserved(name):
             raise Unsendable(f"the header {name!r} has a meaning of its own on RabbitMQ: give yours another name")
     return b"".join(_entry(name, value) for name, value in headers)
 
@@ -238,7 +233,7 @@ class Envelope:
         headers = {
             name: raw
             for name, raw in self.headers.items()
-            if name not in _REROUTING and not is_brokers(name) and name not in _OF_THIS_COPY
+            if name not in REROUTING and not is_brokers(name) and name not in _OF_THIS_COPY
         }
         for name, value in {ROUTING_KEY: routing_key, **more}.items():
             if value is None:
@@ -274,11 +269,7 @@ class Envelope:
         return tuple(ids) if ids[-1] == message_id else (*ids, message_id)
 
     def _user_headers(self) -> dict[str, str]:
-        return {
-            name: _text_of(self.value(name))
-            for name in self.headers
-            if not name.startswith(OURS) and name not in _REROUTING and not is_brokers(name)
-        }
+        return {name: _text_of(self.value(name)) for name in self.headers if not is_reserved(name)}
 
     def moment(self, name: str) -> datetime | None:
         number = self.own(name, int)
@@ -373,10 +364,6 @@ def _split_table(data: bytes) -> Table:
             raise ValueError(f"the header {name!r} is cut off")
         found[name] = data[value:start]
     return found
-
-
-def is_brokers(name: str) -> bool:
-    return name in _BROKERS or name.startswith(_BROKERS_PREFIXES)
 
 
 def _text_of(value: object) -> str:

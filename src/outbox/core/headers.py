@@ -1,0 +1,20 @@
+"""Headers: names that mean something to a broker. `emit` refuses them whatever the transport: it may change."""
+
+from __future__ import annotations
+
+OURS = "outbox-"  # what the names of our own headers begin with
+
+REROUTING = frozenset({"CC", "BCC"})  # these make RabbitMQ send copies elsewhere, and they are lists there
+# What RabbitMQ writes. Carried on, `x-death` lets it drop a message as going in circles.
+_BROKERS = frozenset({"x-death", "x-delivery-count", "x-acquired-count", "x-stream-offset"})
+_BROKERS_PREFIXES = ("x-first-death-", "x-last-death-", "x-opt-")
+
+
+def is_brokers(name: str) -> bool:
+    """Whether a broker writes headers of this name itself."""
+    return name in _BROKERS or name.startswith(_BROKERS_PREFIXES)
+
+
+def is_reserved(name: str) -> bool:
+    """Whether a header of this name cannot travel as the caller's own."""
+    return name.startswith(OURS) or name in REROUTING or is_brokers(name)
