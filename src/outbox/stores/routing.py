@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from secrets import randbits
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import (
@@ -38,6 +41,20 @@ if TYPE_CHECKING:
 
 MOST_KNOWN = 200  # routing keys that a statement is told the queues of; keys may hold ids, and have no end
 LONGEST_PAUSE = 300  # seconds between two looks at a message that no binding matches
+KNOWN_FOR = 10.0  # seconds for which bindings that were read count: tables may be changed by other means than ours
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """Bindings as they were read."""
+
+    version: int
+    bindings: Bindings
+    read_at: float = field(default_factory=time.monotonic)
+
+    @property
+    def old(self) -> bool:
+        return time.monotonic() - self.read_at > KNOWN_FOR
 
 
 class _Round:
@@ -82,7 +99,7 @@ class SqlRouting:
 
     def __init__(self, store: SqlStore) -> None:
         self._store = store
-        self._known_bindings: tuple[int, Bindings] | None = None
+        self._known_bindings: _Known | None = None
 
     async def bind(self, bindings: Sequence[Binding]) -> None:
         """Add bindings, then look again at what no binding matched."""
@@ -138,15 +155,13 @@ class SqlRouting:
 
     def _known(self, wanted: Mapping[str, Wanted]) -> dict[str, Any] | None:
         """What a statement must know to route by itself: the queue of each routing key that goes to one alone."""
-        if self._known_bindings is None or not wanted:
-            return None
-        version, bindings = self._known_bindings
-        if len(bindings.known) > MOST_KNOWN:
+        known = self._known_bindings
+        if known is None or known.old or not wanted or len(known.bindings.known) > MOST_KNOWN:
             return None
         lease = next(iter(wanted.values())).lease
         rooms = {queue: each.limit for queue, each in wanted.items() if each.lease == lease}
-        queues = {key: found[0] for key, found in bindings.known.items() if len(found) == 1 and found[0] in rooms}
-        terms = {"version": version, "lease": as_seconds(lease)}
+        queues = {key: found[0] for key, found in known.bindings.known.items() if len(found) == 1 and found[0] in rooms}
+        terms = {"version": known.version, "lease": as_seconds(lease)}
         return {**terms, "queues": queues, "rooms": rooms} if queues else None
 
     async def _route_straight(self, parameters: Mapping[str, Any], round: _Round) -> None:
@@ -287,9 +302,10 @@ class SqlRouting:
         return version.scalar_subquery()
 
     def _bindings_of(self, version: int, connection: Connection) -> Bindings:
-        if self._known_bindings is None or self._known_bindings[0] != version:
-            self._known_bindings = (version, Bindings(self.read(connection)))
-        return self._known_bindings[1]
+        known = self._known_bindings
+        if known is None or known.version != version or known.old:
+            known = self._known_bindings = _Known(version, Bindings(self.read(connection)))
+        return known.bindings
 
     def read(self, connection: Connection) -> list[Binding]:
         """All bindings."""
@@ -300,8 +316,10 @@ class SqlRouting:
     def _change_bindings(self, connection: Connection) -> None:
         self._store.make_state(connection)
         state = self._store.tables.state
-        more = update(state).where(state.c.id == 1).values(bindings_version=state.c.bindings_version + 1)
-        connection.execute(more)
+        # By chance, not one more than before: a restored database would count on from an older number, and come to
+        # one that routers know with other bindings. Zero stays what it is before the first change.
+        changed = update(state).where(state.c.id == 1).values(bindings_version=1 + randbits(30))
+        connection.execute(changed)
 
     async def deliver(self, messages: Sequence[Message], destinations: Mapping[str, Sequence[str]]) -> None:
         """Store messages that already have their destinations."""
