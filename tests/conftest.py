@@ -110,6 +110,7 @@ ABOVE_THE_DRIVERS = frozenset(
         "test_circuits",
         "test_command_line",
         "test_command_line_processes",
+        "test_crashes",
         "test_doctor",
         "test_http",
         "test_http_outages",

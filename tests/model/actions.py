@@ -9,6 +9,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from outbox.core.attempt import Dead, Done, Reason, Released, RetryIn
+from outbox.core.store import Suspected
 
 from .operations import ROUTING_KEYS, TIMERS
 from .world import HOUR
@@ -41,7 +42,7 @@ ACTIONS: Mapping[str, Mapping[str, Any]] = {
         "wanted": wanted,
         "cut": suspension,
     },
-    "claim": {"which": some, "limit": limits, "suspects": st.booleans(), "cut": suspension},
+    "claim": {"which": some, "limit": limits, "suspected": st.sampled_from(Suspected), "cut": suspension},
     "work": {
         "what": st.sampled_from(
             ("settle", "settle", "settle", "again", "complete", "renew", "leave", "crash", "overtake", "overtake")

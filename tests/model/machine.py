@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from outbox import Backlog
 from outbox.core.attempt import Outcome
+from outbox.core.store import Suspected
 
 from .actions import actions
 from .model import Model
@@ -141,8 +142,8 @@ class StoreMachine(Operations, RuleBasedStateMachine):
         self.go_on(-1, pick([*leased, *TIMERS], which), "cancel")
         self.end(-1, commit=commit)
 
-    def claim(self, which: int, limit: int, suspects: bool, cut: int) -> None:
-        self._claim(self._other(which).store, self._queue(which), limit, suspects=suspects, cut=cut)
+    def claim(self, which: int, limit: int, suspected: Suspected, cut: int) -> None:
+        self._claim(self._other(which).store, self._queue(which), limit, suspected=suspected, cut=cut)
 
     def work(self, what: str, which: int, attempt: int, how: list[Outcome], commit: bool, cut: int) -> None:
         """With a claim that somebody holds, or believes to hold."""

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from outbox import Binding, Message, Outbox
 from outbox.core.attempt import Done, Outcome, Released
-from outbox.core.store import Claim, Store, Wanted
+from outbox.core.store import Claim, Store, Suspected, Wanted
 
 from ..interrupting import interrupted
 from .model import LATER, Key, Model, Row, Transaction
@@ -230,12 +230,12 @@ class Operations:
 
     # Claiming.
 
-    def _claim(self, store: Store, queue: str | None, limit: int, *, suspects: bool, cut: int) -> None:
+    def _claim(self, store: Store, queue: str | None, limit: int, *, suspected: Suspected, cut: int) -> None:
         self._numbers += 1
-        entering = store.claim(limit, lease=LEASE, destination=queue, suspects=suspects)
+        entering = store.claim(limit, lease=LEASE, destination=queue, suspected=suspected)
         claim = self._cut(entering.__aenter__(), cut)
         got = {attempt.id: (attempt.message.id, queue) for attempt in claim.attempts} if claim else {}
-        taken = self._taken(queue, limit, suspects)
+        taken = self._taken(queue, limit, suspected)
         happened = self._model.copy()
         happened.claim(self._numbers, taken)
         if claim is None:  # what had expired may be dead, everything else was given back
@@ -260,15 +260,16 @@ class Operations:
         queues = {key[1] for key in self._model.rows if key[1]} or {"a"}
         return pick(sorted({queue for queue in queues if self._model.due(queue)} or queues), which)
 
-    def _taken(self, queue: str | None, limit: int, suspects: bool) -> list[Key]:
-        """The oldest that are due; a suspect alone if it is the oldest, otherwise none."""
+    def _taken(self, queue: str | None, limit: int, suspected: Suspected) -> list[Key]:
+        """The oldest that are due, with as many suspected ones among them as are wanted."""
         due = sorted(self._model.due(queue), key=self._sight.order.__getitem__)
-        if not suspects:
+        if suspected is Suspected.NONE:
             due = [key for key in due if not self._model.rows[key].crashes]
         found = due[:limit]
-        if found and self._model.rows[found[0]].crashes:
-            return found[:1]
-        return [key for key in found if not self._model.rows[key].crashes]
+        if suspected is Suspected.ALL:
+            return found
+        first = next((key for key in found if self._model.rows[key].crashes), None)
+        return [key for key in found if key == first or not self._model.rows[key].crashes]
 
     def settle(self, client: Client, by_id: Mapping[int, Outcome], cut: int) -> None:
         """Perhaps what was settled before, or is not this client's any more."""
@@ -329,7 +330,7 @@ class Operations:
             if self._model.holds(client.number, client.keys[id]):
                 self._pass_time(client.keys[id], "lease")
         self._sight = self._look()
-        self._claim(self._other(count).store, client.queue, 10, suspects=True, cut=0)
+        self._claim(self._other(count).store, client.queue, 10, suspected=Suspected.ALL, cut=0)
 
     # Time.
 

@@ -20,6 +20,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from outbox import Binding, Outbox, listen
 from outbox.core.attempt import Dead, Done, Outcome, Reason, Released, RetryIn
 from outbox.core.events import Handled, LeaseWasLost
+from outbox.core.store import Suspected
 from outbox.observers.logging import LoggingObserver
 from tests.seeds.databases import on_every_driver, on_sqlite
 from tests.seeds.observing import PATIENCE, Recorder, arrival, eventually, let_leases_run_out
@@ -360,15 +361,16 @@ async def test_a_held_claim_renews_itself_until_it_is_closed(make_outbox: MakeOu
 # Deliveries that never end
 
 
-async def test_a_message_that_killed_its_worker_is_claimed_alone(outbox: Outbox) -> None:
-    await queued(outbox, 3)
-    async with outbox.store.claim(1, lease=LEASE, destination="orders") as lost:
-        [suspect] = lost.attempts
+async def test_of_messages_that_may_have_killed_their_worker_one_is_claimed_at_a_time(outbox: Outbox) -> None:
+    await queued(outbox, 4)
+    async with outbox.store.claim(2, lease=LEASE, destination="orders") as lost:
+        first, second = lost.attempts
         await let_leases_run_out(outbox)
-        async with outbox.store.claim(10, lease=LEASE, destination="orders") as claim:
-            assert [(a.id, a.attempt_count, a.crash_count) for a in claim.attempts] == [(suspect.id, 1, 1)]
-            async with outbox.store.claim(10, lease=LEASE, destination="orders") as others:
-                assert len(others.attempts) == 2
+        async with outbox.store.claim(10, lease=LEASE, destination="orders", suspected=Suspected.ONE) as claim:
+            assert [(a.attempt_count, a.crash_count) for a in claim.attempts] == [(1, 1), (1, 0), (1, 0)]
+            assert claim.attempts[0].id == first.id
+            async with outbox.store.claim(10, lease=LEASE, destination="orders", suspected=Suspected.ONE) as other:
+                assert [attempt.id for attempt in other.attempts] == [second.id]
 
 
 async def test_after_max_crashes_a_message_is_dead(make_outbox: MakeOutbox, recorder: Recorder) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from enum import StrEnum
+from enum import Enum, StrEnum
 from typing import Any, ClassVar, Protocol, TypeVar
 from uuid import UUID
 
@@ -36,6 +36,14 @@ class Lease:
 
     id: int
     token: UUID
+
+
+class Suspected(Enum):
+    """How many suspected poison messages, of which a start never ended, a claim may take."""
+
+    ALL = "all"  # like any other: a relay runs no listener, so no message can have killed it
+    ONE = "one"  # together with those that are not suspected
+    NONE = "none"
 
 
 class Claim(Protocol):
@@ -69,11 +77,17 @@ class Feed(Protocol):
     """Where messages are claimed from."""
 
     def claim(
-        self, limit: int, *, lease: timedelta, destination: str | None = None, suspects: bool = True
+        self,
+        limit: int,
+        *,
+        lease: timedelta,
+        destination: str | None = None,
+        suspected: Suspected = Suspected.ALL,
     ) -> AbstractAsyncContextManager[Claim]:
         """Take up to `limit` due messages of one destination (none: those that were not routed).
 
-        A suspect, a message whose last start never ended, comes alone, or not at all if no suspects are wanted.
+        Of the `limit` oldest it takes those that are not suspected, and as many suspected poison messages as it is
+        told. With `NONE` the suspected ones are passed over, and do not count towards the limit.
         Several claims may be open at once. What is not settled when one closes is given back.
         """
         ...

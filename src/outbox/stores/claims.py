@@ -36,7 +36,7 @@ from sqlalchemy.types import TypeEngine
 from outbox.core.attempt import Attempt, Dead, Done, Outcome, Reason, Released, RetryIn
 from outbox.core.dead_letter import clean
 from outbox.core.durations import IMMEDIATELY
-from outbox.core.store import Lease, Rows
+from outbox.core.store import Lease, Rows, Suspected
 from outbox.stores.rows import EXPIRATION_PASSED, as_attempts, as_seconds, history_line
 
 if TYPE_CHECKING:
@@ -187,11 +187,17 @@ class SqlClaim:
     """A claim on one destination's due messages, as an asynchronous context manager."""
 
     def __init__(
-        self, store: SqlStore, lease: timedelta, wanted: Mapping[str, Any] | None = None, token: UUID | None = None
+        self,
+        store: SqlStore,
+        lease: timedelta,
+        wanted: Mapping[str, Any] | None = None,
+        suspected: Suspected = Suspected.ALL,
+        token: UUID | None = None,
     ) -> None:
         self._store = store
         self._statements = store.settling
         self._wanted = wanted  # none: it is given what it holds by whoever routes
+        self._suspected = suspected
         self._lease = lease
         self._token = token or store.new_token()
         self._held: set[int] = set()
@@ -254,7 +260,7 @@ class SqlClaim:
 
     def _take(self, connection: Connection) -> None:
         assert self._wanted is not None  # noqa: S101 - or nobody would have asked
-        self.bury(connection, self.hold(self._store.take(connection, self._wanted, self.terms)))
+        self.bury(connection, self.hold(self._store.take(connection, self._wanted, self.terms, self._suspected)))
 
     def _settle(self, connection: Connection, outcomes: Mapping[int, Outcome], fetch: Fetch) -> set[int]:
         done: list[int] = []

@@ -28,7 +28,6 @@ from sqlalchemy import (
     Text,
     any_,
     bindparam,
-    case,
     cast,
     column,
     delete,
@@ -49,7 +48,7 @@ from sqlalchemy.types import TypeEngine
 from outbox.core.diagnosis import Finding
 from outbox.core.durations import Retention
 from outbox.core.errors import ConfigurationError, TransactionError
-from outbox.core.store import Difference, Rows
+from outbox.core.store import Difference, Rows, Suspected
 from outbox.stores import postgresql_examination, postgresql_receiving
 from outbox.stores.claims import BURIAL
 from outbox.stores.finish import finish
@@ -333,21 +332,24 @@ class PostgresqlStore(SqlStore):
         return fetched(connection, statement, parameters)
 
     def take(
-        self, connection: Connection, wanted: Mapping[str, Any], terms: Mapping[str, Any]
+        self, connection: Connection, wanted: Mapping[str, Any], terms: Mapping[str, Any], suspected: Suspected
     ) -> Sequence[Sequence[Any]]:
-        take = self._take_statement
+        take = self._take_all if suspected is Suspected.ALL else self._take_one_suspected
         rows = self._look_for(connection, {**wanted, **terms}, lambda all: self.fetched(connection, take, all))
         (self._calm.discard if rows else self._calm.add)(wanted["wanted"])
         return rows
 
     @cached_property
-    def _take_statement(self) -> Any:
+    def _take_all(self) -> Any:
+        return self._taking(select(self.due.cte("found").c.id))
+
+    @cached_property
+    def _take_one_suspected(self) -> Any:
         found = self.due.cte("found")
-        first = select(found.c.id, found.c.suspect).limit(1).cte("first")
-        first_id = select(first.c.id).scalar_subquery()
-        first_is_suspect = select(first.c.suspect).scalar_subquery()
-        # A message of which a start never ended is taken alone, so that it condemns no other if it kills again.
-        chosen = select(found.c.id).where(case((first_is_suspect, found.c.id == first_id), else_=not_(found.c.suspect)))
+        first = select(found.c.id).where(found.c.suspected).limit(1).scalar_subquery()
+        return self._taking(select(found.c.id).where(not_(found.c.suspected) | (found.c.id == first)))
+
+    def _taking(self, chosen: Select[Any]) -> Any:
         ids = func.array(chosen.scalar_subquery(), type_=ARRAY(BigInteger))
         return self.leasing(self.messages.c.id == any_(ids))
 

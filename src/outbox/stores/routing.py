@@ -137,7 +137,7 @@ class SqlRouting:
 
     async def route(self, limit: int, unroutable: Mapping[str, str], wanted: Mapping[str, Wanted]) -> Routing:
         """Give due messages their destinations, and lease at once what is wanted."""
-        due = {"wanted": NOT_ROUTED, "limit": limit, "suspects": True}
+        due = {"wanted": NOT_ROUTED, "limit": limit, "suspected": True}
         if not await self._store.anything_due(due):
             return Routing()
         round = _Round(self._store, wanted)

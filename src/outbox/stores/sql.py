@@ -57,6 +57,7 @@ from outbox.core.store import (
     Routing,
     Rows,
     StoredMessage,
+    Suspected,
     Wanted,
 )
 from outbox.stores import circuits, examination, looks
@@ -309,9 +310,16 @@ class SqlStore(Spelling):
         """Whether a claim is worth its locks. Where looking costs as much as claiming, it always is."""
         return True
 
-    def claim(self, limit: int, *, lease: timedelta, destination: str | None = None, suspects: bool = True) -> SqlClaim:
-        wanted = {"wanted": destination or NOT_ROUTED, "limit": limit, "suspects": suspects}
-        return SqlClaim(self, lease, wanted)
+    def claim(
+        self,
+        limit: int,
+        *,
+        lease: timedelta,
+        destination: str | None = None,
+        suspected: Suspected = Suspected.ALL,
+    ) -> SqlClaim:
+        due = {"wanted": destination or NOT_ROUTED, "limit": limit, "suspected": suspected is not Suspected.NONE}
+        return SqlClaim(self, lease, due, suspected)
 
     def search(self, connection: Connection, statement: Any, parameters: Mapping[str, Any]) -> list[Row[Any]]:
         """Run a statement that is built on `due` and answers with `due_at` first."""
@@ -324,12 +332,13 @@ class SqlStore(Spelling):
         return executed(connection, statement, parameters)
 
     def take(
-        self, connection: Connection, wanted: Mapping[str, Any], terms: Mapping[str, Any]
+        self, connection: Connection, wanted: Mapping[str, Any], terms: Mapping[str, Any], suspected: Suspected
     ) -> Sequence[Sequence[Any]]:
         """Lease due messages: choose, then lease, for databases whose `apply` is a transaction."""
-        found = self.search(connection, self.due, wanted)
-        alone = found[:1] if found and found[0].suspect else []
-        chosen = alone or [row for row in found if not row.suspect]
+        chosen = found = self.search(connection, self.due, wanted)
+        if suspected is not Suspected.ALL:
+            first = next((row.id for row in found if row.suspected), None)
+            chosen = [row for row in found if not row.suspected or row.id == first]
         if not chosen:
             return []
         ids = {"ids": self.listed([row.id for row in chosen])}
@@ -347,16 +356,16 @@ class SqlStore(Spelling):
     def due(self) -> Select[Any]:
         """Due messages of a destination in the order in which they are claimed, locked as they are found."""
         columns = self.messages.c
-        suspect = columns.starts > columns.attempts  # some start of it never ended
+        suspected = columns.starts > columns.attempts  # some start of it never ended
         return self.skipping_locked(
-            select(columns.due_at, columns.id, suspect.label("suspect"), columns.routing_key)
+            select(columns.due_at, columns.id, suspected.label("suspected"), columns.routing_key)
             .where(
                 columns.destination == bindparam("wanted"),
                 columns.done_at.is_(None),
                 columns.due_at >= bindparam("since", type_=DateTime(timezone=True)),
                 columns.due_at <= self.now(),
                 self._unleased(self.now()),
-                bindparam("suspects", type_=Boolean) | not_(suspect),
+                bindparam("suspected", type_=Boolean) | not_(suspected),
             )
             .order_by(columns.due_at, columns.id)
             .limit(bindparam("limit"))

@@ -20,7 +20,7 @@ from outbox.core.landing import Landing
 from outbox.core.listener import Listener
 from outbox.core.message import Message
 from outbox.core.pace import Pace
-from outbox.core.store import Claim, Lease, Leased, Rows, Store, Wanted
+from outbox.core.store import Claim, Lease, Leased, Rows, Store, Suspected, Wanted
 from outbox.core.transport import Features, Published, Refusal
 
 SETTLE_WITHIN = 0.02  # seconds that an outcome waits for others to be written with it
@@ -256,8 +256,8 @@ class DatabaseDeliveries:
     def take_over(self, claim: Leased, room: int) -> None:
         """Hold what the router leased, ready at once."""
         self._appetite.had(len(claim.attempts), room)
-        self._expect(claim)
-        batch = None if self._closed else self._get_ready(claim)
+        self._expect(len(claim.attempts))
+        batch = None if self._closed else self._get_ready(self._batch(claim, claim.attempts))
         self._held.start(self._hold_leased(claim, batch), name=f"outbox lease on {self.queue}")
 
     async def _fill(self) -> None:
@@ -277,9 +277,9 @@ class DatabaseDeliveries:
         finally:
             self._arrived.set()
 
-    def _expect(self, claim: Claim) -> None:
-        self._unsettled += len(claim.attempts)
-        self._coming += len(claim.attempts)
+    def _expect(self, count: int) -> None:
+        self._unsettled += count
+        self._coming += count
 
     def _wants(self) -> int:
         """How much to claim: nothing before less than half a claim is ready and there is room for another half."""
@@ -289,49 +289,69 @@ class DatabaseDeliveries:
 
     async def _claim(self, room: int) -> bool:
         """Take a claim, held by a task of its own until all of it is settled; says whether there may be more."""
-        taken: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        taken: asyncio.Future[_Taken] = asyncio.get_running_loop().create_future()
         self._held.start(self._hold(room, taken), name=f"outbox lease on {self.queue}")
-        count = await asyncio.shield(taken)
+        count, suspected = await asyncio.shield(taken)
         self._appetite.had(count, room)
         if count:
             self._pace.reset()
-        return count >= room
+        return count >= room or suspected  # others may wait behind a suspected one that was passed over
 
-    async def _hold(self, room: int, taken: asyncio.Future[int]) -> None:
+    async def _hold(self, room: int, taken: asyncio.Future[_Taken]) -> None:
         try:
             async with self._store.claim(
-                room, lease=self._lease, destination=self.queue, suspects=self._held.wants_suspect(self.queue)
+                room, lease=self._lease, destination=self.queue, suspected=self._held.wanted(self.queue)
             ) as claim:
-                suspect = any(attempt.crash_count for attempt in claim.attempts)
-                if self._closed or (suspect and not self._held.wants_suspect(self.queue)):
+                if self._closed:
                     return  # leaving gives everything back
-                self._expect(claim)
-                taken.set_result(len(claim.attempts))
-                await self._serve(self._get_ready(claim), suspect=suspect)
+                suspected = [attempt for attempt in claim.attempts if attempt.crash_count]
+                self._expect(len(claim.attempts))
+                taken.set_result((len(claim.attempts), bool(suspected)))
+                if suspected:
+                    await self._serve_suspected(claim, suspected)
+                else:
+                    await self._serve(self._get_ready(self._batch(claim, claim.attempts)))
         except Exception as error:
             if taken.done():
                 raise
             taken.set_exception(error)
         finally:
             if not taken.done():
-                taken.set_result(0)
+                taken.set_result((0, False))
 
     async def _hold_leased(self, leased: Leased, batch: _Batch | None) -> None:
         async with leased:
             if batch is not None:
-                await self._serve(batch, suspect=False)
+                await self._serve(batch)
 
-    def _get_ready(self, claim: Claim) -> _Batch:
-        batch = _Batch(claim, self._settled, self._cannot_write)
-        self._coming -= len(claim.attempts)
-        self._ready.extend(DatabaseDelivery(attempt, batch) for attempt in claim.attempts)
+    def _batch(self, claim: Claim, attempts: Sequence[Attempt]) -> _Batch:
+        return _Batch(claim, attempts, self._settled, self._cannot_write)
+
+    def _get_ready(self, batch: _Batch) -> _Batch:
+        self._coming -= len(batch.attempts)
+        self._ready.extend(DatabaseDelivery(attempt, batch) for attempt in batch.attempts)
         self._arrived.set()
         return batch
 
-    async def _serve(self, batch: _Batch, *, suspect: bool) -> None:
+    async def _serve(self, batch: _Batch) -> None:
         """Write outcomes until all are written."""
-        with self._held.batch(batch, suspect=suspect):
+        with self._held.batch(batch):
             await batch.write()
+
+    async def _serve_suspected(self, claim: Claim, suspected: Sequence[Attempt]) -> None:
+        """A batch of its own for the suspected one: the next can be taken when its own outcome is written."""
+        alone = self._batch(claim, suspected)
+        others = self._batch(claim, [attempt for attempt in claim.attempts if attempt not in suspected])
+        if self._held.hold_suspected(alone, self.queue):
+            self._get_ready(alone)
+        else:  # another queue was faster
+            self._coming -= len(suspected)
+            for attempt in suspected:
+                alone.settle(attempt.id, Released())
+        self._get_ready(others)
+        async with asyncio.TaskGroup() as serving:
+            serving.create_task(self._serve(alone))
+            serving.create_task(self._serve(others))
 
     def _cannot_write(self, error: Exception, pause: float) -> None:
         self._observe(Troubled(f"outcomes of {self.queue}", error, timedelta(seconds=pause)))
@@ -343,16 +363,24 @@ class DatabaseDeliveries:
         self._changed()
 
 
+_Taken = tuple[int, bool]  # how many messages a claim took, and whether one of them is suspected
+
+
 class _Batch:
     """A claim whose outcomes are written together."""
 
     def __init__(
-        self, claim: Claim, settled: Callable[[int], None], cannot_write: Callable[[Exception, float], None]
+        self,
+        claim: Claim,
+        attempts: Sequence[Attempt],
+        settled: Callable[[int], None],
+        cannot_write: Callable[[Exception, float], None],
     ) -> None:
         self.claim = claim
+        self.attempts = attempts
         self._settled = settled
         self._cannot_write = cannot_write
-        self._open = {attempt.id for attempt in claim.attempts}
+        self._open = {attempt.id for attempt in attempts}
         self._outcomes: dict[int, Outcome] = {}
         self._landings: dict[int, Landing] = {}
         self._some = asyncio.Event()
@@ -420,39 +448,46 @@ class _Batch:
 class _Held:
     """The claims that are open, each in a task of its own.
 
-    No more than one of them is a suspect: of two, the one that kills its worker again would condemn the other.
+    No more than one of their messages is a suspected poison message: of two, the one that kills its worker again would
+    count against the other.
     """
 
     def __init__(self, announce: Callable[..., None]) -> None:
         self._announce = announce
         self._tasks: set[asyncio.Task[None]] = set()
         self._batches: set[_Batch] = set()
-        self._suspect: _Batch | None = None
-        self._waiting: set[str] = set()  # queues that may hold suspects which nobody may take yet
+        self._suspected: _Batch | None = None
+        self._waiting: set[str] = set()  # queues that may have suspected messages, which cannot be taken yet
 
     def start(self, holding: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(holding, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
 
-    def wants_suspect(self, queue: str) -> bool:
-        """Whether a suspect may be claimed; if not, the queue is told when one may."""
-        if self._suspect is not None:
-            self._waiting.add(queue)
-        return self._suspect is None
+    def wanted(self, queue: str) -> Suspected:
+        """Whether a suspected message may be claimed; if not, the queue is notified when one may."""
+        if self._suspected is None:
+            return Suspected.ONE
+        self._waiting.add(queue)
+        return Suspected.NONE
+
+    def hold_suspected(self, batch: _Batch, queue: str) -> bool:
+        """Whether this is the only one, until it is settled."""
+        if self.wanted(queue) is Suspected.NONE:
+            return False
+        self._suspected = batch
+        return True
 
     @contextmanager
-    def batch(self, batch: _Batch, *, suspect: bool) -> Iterator[None]:
+    def batch(self, batch: _Batch) -> Iterator[None]:
         self._batches.add(batch)
-        if suspect:
-            self._suspect = batch
         try:
             yield
         finally:
             self._batches.discard(batch)
             batch.end()
-            if suspect:
-                self._suspect = None
+            if batch is self._suspected:
+                self._suspected = None
                 waiting, self._waiting = self._waiting, set()
                 self._announce(*waiting)
 

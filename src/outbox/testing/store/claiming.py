@@ -12,7 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from outbox.core.attempt import Done, Released, RetryIn
 from outbox.core.binding import Binding
 from outbox.core.message import NOW
-from outbox.core.store import Store
+from outbox.core.store import Store, Suspected
 from outbox.testing.store.cases import (
     LEASE,
     OUTCOMES,
@@ -202,29 +202,37 @@ class ClaimingCases(StoreCases):
             await claim._renew_once({attempt.id for attempt in claim.attempts})  # type: ignore[attr-defined]
             assert len(await claimed(store)) == 1
 
-    async def test_a_message_whose_last_start_never_ended_is_claimed_alone(
+    async def test_of_messages_whose_last_start_never_ended_one_is_claimed_with_all_others(
         self, engine: AsyncEngine, store: Store
     ) -> None:
         await queued(engine, store, *(message(body=str(n).encode()) for n in range(3)))
         async with AsyncExitStack() as stack:
             await self.expired(stack, store)
             await queued(engine, store, *(message(body=b"fresh") for _ in range(2)))
-            for _ in range(3):
-                async with store.claim(100, lease=LEASE, destination="q") as claim:
-                    [attempt] = claim.attempts
-                    assert attempt.crash_count == 1
-                    await claim.settle({attempt.id: Done()})
-            assert len(await claimed(store)) == 2
+            async with store.claim(100, lease=LEASE, destination="q", suspected=Suspected.ONE) as claim:
+                assert [attempt.message.body for attempt in claim.attempts] == [b"0", b"fresh", b"fresh"]
+                assert [attempt.crash_count for attempt in claim.attempts] == [1, 0, 0]
+            async with store.claim(2, lease=LEASE, destination="q", suspected=Suspected.ONE) as claim:
+                assert [attempt.message.body for attempt in claim.attempts] == [b"0"]
 
-    async def test_whoever_wants_no_suspects_gets_none(self, engine: AsyncEngine, store: Store) -> None:
-        await queued(engine, store, message(body=b"suspect"))
+    async def test_suspected_messages_are_passed_over_by_a_claim_that_wants_none(
+        self, engine: AsyncEngine, store: Store
+    ) -> None:
+        await queued(engine, store, message(body=b"suspected"), message(body=b"suspected"))
         async with AsyncExitStack() as stack:
             await self.expired(stack, store)
             await queued(engine, store, message(body=b"fresh"))
-            async with store.claim(10, lease=LEASE, destination="q", suspects=False) as claim:
+            async with store.claim(1, lease=LEASE, destination="q", suspected=Suspected.NONE) as claim:
                 assert [attempt.message.body for attempt in claim.attempts] == [b"fresh"]
-            async with store.claim(10, lease=LEASE, destination="q", suspects=True) as claim:
-                assert [attempt.message.body for attempt in claim.attempts] == [b"suspect"]
+
+    async def test_a_relay_claims_suspected_messages_with_all_others_in_order(
+        self, engine: AsyncEngine, store: Store
+    ) -> None:
+        await queued(engine, store, *(message(body=str(n).encode()) for n in range(3)))
+        async with AsyncExitStack() as stack:
+            await self.expired(stack, store)
+            await queued(engine, store, message(body=b"fresh"), message(body=b"too many"))
+            assert [attempt.message.body for attempt in await claimed(store, 4)] == [b"0", b"1", b"2", b"fresh"]
 
     async def test_crashes_are_counted_apart_from_attempts(self, engine: AsyncEngine, store: Store) -> None:
         await queued(engine, store, message())
