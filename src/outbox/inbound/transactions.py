@@ -13,6 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
 from outbox.inbound.inbox import NotStarted, committing
+from outbox.inbound.losing import noticing_loss
 from outbox.inbound.own_end import OwnEnd
 from outbox.inbound.threads import Fence
 
@@ -36,10 +37,11 @@ async def transact(
     is_closed = False
     try:
         async with asyncio.timeout(None) as limit:
-            entered = await session.run_sync(_begin, around, terms, limit)
-            await body(session)
-            own_end.allow()
-            await session.run_sync(_end, entered, limit)
+            connection, entered = await session.run_sync(_begin, around, terms, limit)
+            with noticing_loss(connection, limit.expired):
+                await body(session)
+                own_end.allow()
+                await session.run_sync(_end, entered, limit)
             is_closed = True
     except (asyncio.CancelledError, TimeoutError):
         await asyncio.shield(_cut(session))
@@ -53,13 +55,15 @@ async def transact(
 # Each of these two is many calls to the database in one change over to plain code, which costs as much as one of them.
 
 
-def _begin(session: Session, around: Around, terms: Terms, limit: asyncio.Timeout) -> AbstractContextManager[None]:
+def _begin(
+    session: Session, around: Around, terms: Terms, limit: asyncio.Timeout
+) -> tuple[Connection, AbstractContextManager[None]]:
     connection = _connected(session, terms)
     if terms.seconds is not None:  # the clock starts when there is a connection: no listener can help waiting for one
         limit.reschedule(asyncio.get_running_loop().time() + terms.seconds)
     entering = around(connection)
     entering.__enter__()
-    return entering
+    return connection, entering
 
 
 def _end(session: Session, entered: AbstractContextManager[None], limit: asyncio.Timeout) -> None:
@@ -85,13 +89,14 @@ def transact_in_thread(
         own_end = OwnEnd(session)
         connection = _connected(session, terms)
         fence.started()
-        with around(connection):
-            body(session)
-            own_end.allow()
-            session.flush()
-        fence.pass_through()
-        with committing():
-            session.commit()
+        with noticing_loss(connection):
+            with around(connection):
+                body(session)
+                own_end.allow()
+                session.flush()
+            fence.pass_through()
+            with committing():
+                session.commit()
 
 
 def _connected(session: Session, terms: Terms) -> Connection:

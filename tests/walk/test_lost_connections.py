@@ -1,0 +1,217 @@
+"""Connections that are lost under a listener: what the database did is not the listener's failure, up to a limit."""
+
+from __future__ import annotations
+
+import asyncio
+
+import psycopg
+import pytest
+from sqlalchemy import make_url, text
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
+from sqlalchemy.orm import Session
+
+from outbox import Listener, Outbox, listen
+from outbox.core.attempt import Dead, Done
+from outbox.core.events import Handled, Troubled
+from outbox.core.strategy import FailedAttempt
+from outbox.inbound import conflicts
+from tests.conftest import MakeOutbox
+
+from .strategies import Effects, Watch, emit
+
+ASYNCPG = pytest.mark.parametrize("database_url", ["postgresql+asyncpg"], indirect=True)
+
+OF_THE_BACKEND = text("SELECT pg_backend_pid()")
+
+
+@pytest.fixture
+def watch() -> Watch:
+    return Watch()
+
+
+@pytest.fixture
+async def effects(outbox: Outbox, table_name: str) -> Effects:
+    effects = Effects(outbox, table_name)
+    await effects.create()
+    return effects
+
+
+class Server:
+    """Ends its side of connections, and waits until it has."""
+
+    def __init__(self, url: str) -> None:
+        self._url = make_url(url).set(drivername="postgresql").render_as_string(hide_password=False)
+
+    def end(self, *backends: int | None) -> None:
+        with psycopg.connect(self._url, autocommit=True) as connection:
+            for backend in backends:
+                connection.execute("SELECT pg_terminate_backend(%s, 60000)", [backend])
+
+    async def end_that_of(self, session: AsyncSession) -> None:
+        await asyncio.to_thread(self.end, await session.scalar(OF_THE_BACKEND))
+
+
+@pytest.fixture
+def server(database_url: str) -> Server:
+    return Server(database_url)
+
+
+class Runs:
+    """A listener of each kind that writes, loses its connection the first times it is called, and returns."""
+
+    def __init__(self, server: Server, effects: Effects, losses: int = 1) -> None:
+        self._server = server
+        self._effects = effects
+        self._losses = losses
+        self.count = 0
+
+    def listener(self, kind: str) -> Listener:
+        callback = {"async": self.awaited, "plain": self.plain, "list": self.many}[kind]
+        return Listener("#", callback, queue="q", retry_delays=(), batch=10 if kind == "list" else None)
+
+    async def awaited(self, body: int, session: AsyncSession) -> None:
+        await self.many([body], session)
+
+    async def many(self, bodies: list[int], session: AsyncSession) -> None:
+        self.count += 1
+        for body in bodies:
+            await session.execute(self._effects.write(f"{body} in run {self.count}"))
+        if self.count <= self._losses:
+            await self._server.end_that_of(session)
+
+    def plain(self, body: int, session: Session) -> None:
+        self.count += 1
+        session.execute(self._effects.write(f"{body} in run {self.count}"))
+        if self.count <= self._losses:
+            self._server.end(session.scalar(OF_THE_BACKEND))
+
+
+@pytest.mark.parametrize(
+    "database_url, kind",
+    [
+        ("postgresql+asyncpg", "async"),
+        ("postgresql+psycopg", "async"),
+        ("postgresql+asyncpg", "plain"),
+        ("postgresql+asyncpg", "list"),
+    ],
+    indirect=["database_url"],
+)
+async def test_a_connection_that_is_lost_after_the_listener_returned_uses_up_no_attempt(
+    make_outbox: MakeOutbox, watch: Watch, effects: Effects, server: Server, kind: str
+) -> None:
+    outbox = make_outbox(observers=[watch])
+    runs = Runs(server, effects)
+    await emit(outbox, 1)
+    async with outbox.running(listeners=[runs.listener(kind)]):
+        assert await watch.outcomes(1) == [Done(in_transaction=True)]
+    assert await effects.all() == ["1 in run 2"]
+    [lost] = watch.of(Troubled)
+    assert lost.where == "session for q" and isinstance(lost.error, DBAPIError)
+
+
+@ASYNCPG
+@pytest.mark.parametrize("transport", [None, "memory://"], ids=["database", "memory"])
+@pytest.mark.parametrize("caught", [False, True], ids=["raised", "caught"])
+async def test_a_connection_that_is_lost_under_the_listener_uses_up_no_attempt(
+    make_outbox: MakeOutbox, watch: Watch, effects: Effects, server: Server, transport: str | None, caught: bool
+) -> None:
+    """Whatever the listener makes of the error: it is the connection that counts."""
+    outbox = make_outbox(transport=transport, observers=[watch])
+    runs: list[int] = []
+
+    @listen("#", queue="q", retry_delays=())
+    async def listener(body: int, session: AsyncSession) -> None:
+        runs.append(body)
+        if len(runs) == 1:
+            await server.end_that_of(session)
+        try:
+            await session.execute(effects.write(f"run {len(runs)}"))
+        except DBAPIError:
+            if not caught:
+                raise KeyError("something that tells nothing") from None
+
+    await emit(outbox, 1)
+    async with outbox.running(relay=True, listeners=[listener]):
+        [handled] = await watch.wait_for(Handled)
+    assert isinstance(handled.outcome, Done) and handled.attempt.attempt_count == 1
+    assert await effects.all() == ["run 2"]
+
+
+@pytest.mark.parametrize("database_url", ["postgresql+asyncpg", "postgresql+psycopg"], indirect=True)
+async def test_connections_that_died_in_the_pool_of_a_given_engine_use_up_no_attempt(
+    make_outbox: MakeOutbox, watch: Watch, effects: Effects, server: Server, database_url: str
+) -> None:
+    engine = create_async_engine(database_url)
+    outbox = make_outbox(db_engine=engine, observers=[watch])
+
+    @listen("#", queue="q", retry_delays=())
+    async def listener(body: int, session: AsyncSession) -> None:
+        await session.execute(effects.write(str(body)))
+
+    try:
+        await emit(outbox, *range(10))
+        connections = [await engine.connect() for _ in range(5)]
+        backends = [await each.scalar(OF_THE_BACKEND) for each in connections]
+        for each in connections:
+            await each.close()
+        server.end(*backends)  # without a turn of the event loop, which might notice
+        async with outbox.running(listeners=[listener]):
+            assert await watch.outcomes(10) == [Done(in_transaction=True)] * 10
+    finally:
+        await engine.dispose()
+    assert sorted(await effects.all()) == [str(number) for number in range(10)]
+
+
+@ASYNCPG
+async def test_lost_connections_have_a_limit_of_their_own_and_then_the_attempt_has_failed(
+    make_outbox: MakeOutbox, watch: Watch, effects: Effects, server: Server
+) -> None:
+    outbox = make_outbox(observers=[watch])
+    runs = Runs(server, effects, losses=2 * conflicts.LOSSES)
+    told: list[BaseException] = []
+
+    async def on_error(error: BaseException, message: object, session: AsyncSession, attempt: FailedAttempt) -> None:
+        told.append(error)
+
+    listener = Listener("#", runs.awaited, queue="q", retry_delays=(), on_error=on_error)
+    await emit(outbox, 1)
+    async with outbox.running(listeners=[listener]):
+        [outcome] = await watch.outcomes(1)
+    assert isinstance(outcome, Dead) and "connection" in outcome.error
+    assert runs.count == conflicts.LOSSES and len(watch.of(Troubled)) == conflicts.LOSSES - 1
+    assert [type(error) for error in told] == [type(event.error) for event in watch.of(Troubled)[:1]]
+    assert await effects.all() == []
+
+
+@ASYNCPG
+async def test_what_the_listener_does_to_itself_is_its_own_failure(
+    make_outbox: MakeOutbox, watch: Watch, effects: Effects, server: Server, database_url: str
+) -> None:
+    """A socket of its own, another connection of its own, and a statement that it cancels: one run each."""
+    outbox = make_outbox(observers=[watch])
+    elsewhere = create_async_engine(database_url)
+    runs: list[str] = []
+
+    @listen("#", queue="q", retry_delays=())
+    async def listener(body: str, session: AsyncSession) -> None:
+        runs.append(body)
+        await session.execute(effects.write(body))
+        match body:
+            case "socket":
+                raise ConnectionResetError("a call of another service")
+            case "elsewhere":
+                async with AsyncSession(elsewhere) as another:
+                    await server.end_that_of(another)
+                    await another.execute(text("SELECT 1"))
+            case "hasty":
+                async with asyncio.timeout(0.05):
+                    await session.execute(text("SELECT pg_sleep(600)"))
+
+    await emit(outbox, "socket", "elsewhere", "hasty")
+    async with outbox.running(listeners=[listener]):
+        outcomes = await watch.outcomes(3)
+    await elsewhere.dispose()
+    assert [type(outcome) for outcome in outcomes] == [Dead] * 3
+    assert sorted(runs) == ["elsewhere", "hasty", "socket"]
+    assert watch.of(Troubled) == []
