@@ -3,37 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Protocol
-from weakref import WeakKeyDictionary
 
 from sqlalchemy import Connection, event
 from sqlalchemy.orm import Session, SessionTransaction
 
 from outbox.core.errors import NotAtomicWarning, TransactionError
-
-Action = Callable[[], None]
-
-
-class Hook(Protocol):
-    """What a caller wants done after the commit. It does not raise."""
-
-    def run(self) -> None: ...
-
-    async def run_and_await(self) -> None: ...
-
-
-@dataclass(slots=True)
-class Waiting:
-    """What waits for the end of one transaction or savepoint."""
-
-    actions: list[Action] = field(default_factory=list)
-    hooks: list[Hook] = field(default_factory=list)
-
-    def take(self, other: Waiting) -> None:
-        self.actions += other.actions
-        self.hooks += other.hooks
+from outbox.outbound.connection_commits import waiting_on
+from outbox.outbound.waiting import Action, Hook, Waiting
 
 
 class Commits:
@@ -56,6 +32,10 @@ class Commits:
             return
         if transaction.parent is not None:  # a released savepoint shares the fate of what is around it
             self.waiting(transaction.parent).take(waiting)
+            return
+        outer = next((each for each in connections_of(transaction) if each.in_transaction()), None)
+        if outer is not None:  # the session was joined to a transaction of its connection, and that goes on
+            waiting_on(outer).take(waiting)
             return
         self._committed += waiting.hooks
         for action in waiting.actions:
@@ -103,20 +83,15 @@ def _innermost(session: Session) -> SessionTransaction | None:
     return session.get_nested_transaction() or session.get_transaction()
 
 
-_pending: WeakKeyDictionary[Connection, list[Action]] = WeakKeyDictionary()
+def connections_of(transaction: SessionTransaction) -> set[Connection]:
+    """The connections on which a session's transaction has begun. SQLAlchemy has no public way to ask."""
+    return {connection for connection, *_ in transaction._connections.values()}
 
 
 def after_commit(session: Session | Connection, action: Action) -> None:
     """Call the action once the outermost transaction has committed; never if it rolls back."""
-    if isinstance(session, Session):
-        waiting_in(session).actions.append(action)
-        return
-    pending = _pending.get(session)
-    if pending is None:
-        pending = _pending[session] = []
-        event.listen(session, "commit", _connection_committed)
-        event.listen(session, "rollback", _connection_rolled_back)
-    pending.append(action)
+    waiting = waiting_in(session) if isinstance(session, Session) else waiting_on(session)
+    waiting.actions.append(action)
 
 
 # For all sessions at once: a session lives for a transaction, and to listen to each costs more than to pass over most.
@@ -151,13 +126,3 @@ def _warn_of_forgotten_commit(count: int) -> None:
         NotAtomicWarning,
         stacklevel=3,
     )
-
-
-def _connection_committed(connection: Connection) -> None:
-    actions, _pending[connection] = _pending[connection], []
-    for action in actions:
-        action()
-
-
-def _connection_rolled_back(connection: Connection) -> None:
-    _pending[connection].clear()
