@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import cached_property
@@ -201,6 +201,7 @@ class SqlClaim:
         self._lease = lease
         self._token = token or store.new_token()
         self._held: set[int] = set()
+        self._unrenewed: set[int] = set()  # those whose listeners' transactions could not complete them otherwise
         self._writing = asyncio.Lock()  # a renewal and a settlement in two transactions could wait for each other
         self._renewal: asyncio.Task[None] | None = None
         self.attempts: list[Attempt] = []
@@ -331,10 +332,18 @@ class SqlClaim:
             await asyncio.sleep(pause)
             with suppress(Exception):  # drivers throw what they like when their database is away
                 async with self._writing:
-                    await self._renew_once(self._held)
+                    await self._renew_now(self._held - self._unrenewed, self._lease)
 
-    async def _renew_once(self, ids: Iterable[int]) -> None:
-        parameters = {"ids": self._store.listed(sorted(ids)), "token": self._token, "lease": as_seconds(self._lease)}
+    async def renew_once(self, ids: Collection[int], lease: timedelta) -> None:
+        async with self._writing:
+            self._unrenewed.update(ids)
+            await self._renew_now(self._held.intersection(ids), max(lease, self._lease))
+
+    def renew_again(self, ids: Collection[int]) -> None:
+        self._unrenewed.difference_update(ids)
+
+    async def _renew_now(self, ids: Collection[int], lease: timedelta) -> None:
+        parameters = {"ids": self._store.listed(sorted(ids)), "token": self._token, "lease": as_seconds(lease)}
         if ids:
             await self._store.apply(lambda connection: connection.execute(self._statements.renew, parameters).all())
 

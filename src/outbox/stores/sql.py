@@ -267,6 +267,9 @@ class SqlStore(Spelling):
         """Whether a driver's own error says that a transaction could not be fitted between others."""
         return False
 
+    def keeps_snapshot(self, connection: Connection) -> bool:
+        return False
+
     def isolation(self, level: str) -> Mapping[str, Any]:
         return {"isolation_level": level}
 
