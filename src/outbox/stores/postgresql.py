@@ -137,6 +137,7 @@ class PostgresqlStore(SqlStore):
         return "" if self._given is None else self._given.dialect.driver
 
     async def close(self) -> None:
+        await self.lost_claims.close()
         await self._notifier.close()
         engines = self._engines.pop(asyncio.get_running_loop(), None)
         if engines is not None:
