@@ -10,9 +10,9 @@ from itertools import chain
 from typing import Self, TypeVar
 
 from tests.chaos.broker import Broker
-from tests.chaos.checker import FinalTables
 from tests.chaos.database import Database
 from tests.chaos.doorway import Doorway
+from tests.chaos.evidence import FinalTables
 from tests.chaos.processes import Home
 
 EMPTY_FOR = 5.0  # seconds after which the queues of a broker are believed to be empty
@@ -66,6 +66,11 @@ class Application:
     def why_no_disk_can_be_full(self) -> str:
         """Empty if every database has a disk of its own."""
         return next((database.disk.reason for database in self.databases if database.disk.reason), "")
+
+    def answer_everything(self) -> None:
+        """From here on no request over HTTP is left without an answer."""
+        if self.doorway is not None:
+            self.doorway.answer_everything()
 
     def waiting(self) -> int:
         """Messages that have not ended; what is on its way between a database and a broker is in neither."""

@@ -15,7 +15,7 @@ from outbox.core.message import Message
 from outbox.testing.programs import ServerFailed
 from outbox.testing.servers import RabbitMQ
 from outbox.transports.rabbitmq.properties import Envelope
-from tests.chaos.checker import Buried
+from tests.chaos.evidence import Buried
 from tests.chaos.history import Emitted
 from tests.chaos.proxy import Link, Proxy
 

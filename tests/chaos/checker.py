@@ -7,11 +7,11 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
 from enum import StrEnum
 from hashlib import sha256
 
-from tests.chaos.fates import FATES, MOST_ATTEMPTS, MOST_CRASHES, QUEUES
+from tests.chaos.evidence import Buried, Effect, FinalTables
+from tests.chaos.fates import FATES, HANGING, MOST_ATTEMPTS, MOST_CRASHES, QUEUES
 from tests.chaos.history import COMMITTED, ROLLED_BACK, UNKNOWN, UNTOLD, Emitted, History
 
 RECOVERY = 10.0  # seconds within which work resumes once the faults are over
@@ -20,7 +20,7 @@ ON_THE_WAY = 1.0  # seconds that a request may take from its relay to the doorwa
 LONGEST_BATCH = 30.0  # seconds after which a relay knows what became of all that it sent at once
 TOLERANCE = 3  # a slow machine may take so many times as long
 
-PLANNED_FAILURE = "PlannedFailure"
+PLANNED_FAILURES = ("PlannedFailure", "TransactionError")
 
 
 class Kind(StrEnum):
@@ -47,7 +47,8 @@ class Kind(StrEnum):
     UNHELD = "unheld"  # removed from its queue without a lease
     IDLE = "idle"  # no work was done after the last fault
     DESERTED = "deserted"  # a process ended that nobody had told to
-    HUNG = "hung"  # a process did not end when it was told to
+    HUNG = "hung"  # a process did not end when it was told to, or had nothing more to do
+    AGAIN = "again"  # tried again although its listener had committed
     BURNT = "burnt"  # an attempt was counted although the destination was away
     UNBALANCED = "unbalanced"  # services differ about the balance of an account
 
@@ -61,85 +62,6 @@ class Violation:
     detail: str = ""
 
 
-@dataclass(frozen=True)
-class Effect:
-    """What a listener wrote through its session."""
-
-    message_id: str
-    queue: str
-    attempt: int
-    digest: str  # of the message that the listener saw
-    at: float = 0.0
-
-
-@dataclass(frozen=True)
-class Buried:
-    """A dead letter."""
-
-    message: Emitted
-    queue: str
-    reason: str
-    attempts: int
-    crashes: int
-    history: str = ""
-
-
-@dataclass(frozen=True)
-class Change:
-    """An update or deletion of a message's row, as a trigger saw it. A deletion has no new token."""
-
-    application: str | None  # the process whose connection it was, where the database knows
-    statement_at: datetime  # when the statement began, by the database's clock
-    at: datetime  # when the row had been changed
-    deleted: bool
-    row: int
-    message_id: str
-    queue: str  # before the change
-    old_token: str | None
-    old_until: datetime | None
-    new_token: str | None
-    attempts: int = 0  # that had failed before the change
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A request that a relay sent over HTTP, as somebody on the way saw it."""
-
-    relay: str
-    message_id: str
-    began: float
-    ended: float
-    status: int | None  # none: the relay heard nothing
-
-    @property
-    def is_taken(self) -> bool:
-        return self.status is not None and 200 <= self.status <= 299
-
-
-@dataclass(frozen=True)
-class Balance:
-    """What one book says of an account."""
-
-    book: str
-    account: str
-    balance: int
-
-
-@dataclass(frozen=True)
-class FinalTables:
-    """What the databases held in the end."""
-
-    orders: frozenset[str] = frozenset()
-    effects: tuple[Effect, ...] = ()
-    waiting: tuple[tuple[str, str], ...] = ()  # message ids and queues
-    dead_letters: tuple[Buried, ...] = ()
-    changes: tuple[Change, ...] = ()  # in the order in which they happened to each row
-    open_sessions: int = 0  # of processes that should be gone
-    at_least_once: bool = False  # a broker may deliver a message twice, and then it may have two dead letters
-    balances: tuple[Balance, ...] = ()
-    asked: tuple[Asked, ...] = ()  # over HTTP, in the order in which it ended
-
-
 def check(history: History, tables: FinalTables) -> list[Violation]:
     """Every promise that was broken; empty is what we want."""
     facts = _Facts.of(history, tables)
@@ -149,6 +71,7 @@ def check(history: History, tables: FinalTables) -> list[Violation]:
         *_strangers(facts),
         *_effects(facts),
         *_dead_letters(facts, tables.at_least_once),
+        *_own_commits(facts, history, tables.at_least_once),
         *_leases(tables),
         *_recovery(history, tables),
         *_outages(tables),
@@ -213,6 +136,8 @@ def _ends(facts: _Facts, at_least_once: bool) -> Iterator[Violation]:
     for message, place in facts.expected:
         effects, letters = len(facts.effects.get(place, ())), len(facts.buried.get(place, ()))
         ends = effects + (min(letters, 1) if at_least_once else letters)
+        if FATES[message.fate].keeps:
+            ends = max(effects, letters)  # the dead letter says that nothing more can be done about its effect
         unrouted = facts.waiting[message.id, ""]
         waiting = facts.waiting[place] + unrouted
         if waiting:
@@ -243,12 +168,12 @@ def _effects(facts: _Facts) -> Iterator[Violation]:
         for effect in facts.effects.get(place, ()):
             if effect.digest != digest(message):
                 yield Violation(Kind.ALTERED, message.id, f"{place[1]}: the listener saw something else")
-            if fate.reason is not None:
+            if fate.reason is not None and not fate.keeps:
                 yield Violation(Kind.ALIVE, message.id, f"{place[1]}: {fate.name}, and yet it had an effect")
-            elif effect.attempt <= fate.failures:
+            elif effect.attempt <= fate.failures and not fate.keeps:
                 yield Violation(Kind.SWALLOWED, message.id, f"{place[1]}: attempt {effect.attempt} {fate.name}")
             untried = set(range(1, effect.attempt + 1)) - facts.tried.get(place, set())
-            if untried:
+            if untried and fate.mistake not in HANGING:  # its time may be over before it is called
                 yield Violation(Kind.UNTRIED, message.id, f"{place[1]}: attempts {sorted(untried)} were never made")
 
 
@@ -269,6 +194,21 @@ def _dead_letters(facts: _Facts, at_least_once: bool) -> Iterator[Violation]:
                 yield from _attempts(letter)
 
 
+def _own_commits(facts: _Facts, history: History, at_least_once: bool) -> Iterator[Violation]:
+    """What its listener has committed by itself is a dead letter at once: to try it again would repeat its effect.
+
+    Where a broker delivers it again before that is done, its entry in the inbox, which was committed too, ends it.
+    """
+    places = [place for message, place in facts.expected if FATES[message.fate].keeps]
+    unburied = [place for place in places if facts.effects.get(place) and not facts.buried.get(place)]
+    if not at_least_once or len(unburied) > len(places) / 2:
+        for message_id, queue in unburied:
+            yield Violation(Kind.ALIVE, message_id, f"{queue}: its listener committed by itself, and it counts as done")
+    for place in places:
+        if place in history.own_commits and max(facts.tried.get(place, {0})) > 1:
+            yield Violation(Kind.AGAIN, place[0], f"{place[1]}: attempts {sorted(facts.tried[place])}")
+
+
 def _crashes(facts: _Facts, place: Place, letter: Buried, at_least_once: bool) -> Iterator[Violation]:
     """It was run no more often than it may kill; a worker that died while it buried it counts, and ran nothing."""
     runs = facts.runs[place]
@@ -285,7 +225,7 @@ def _attempts(letter: Buried) -> Iterator[Violation]:
     if letter.reason == "exhausted" and letter.attempts < MOST_ATTEMPTS:
         yield Violation(Kind.RETRIES, letter.message.id, f"given up after {letter.attempts} attempts")
     for number, end, error in lines:
-        if end == "failed" and error == PLANNED_FAILURE and int(number) >= MOST_ATTEMPTS:
+        if end == "failed" and error in PLANNED_FAILURES and int(number) >= MOST_ATTEMPTS:
             yield Violation(Kind.RETRIES, letter.message.id, f"tried again after attempt {number}")
 
 
@@ -371,6 +311,8 @@ def _processes(history: History) -> Iterator[Violation]:
             yield Violation(Kind.DESERTED, ending.process, f"it ended by itself with code {ending.code}")
         if ending.told and ending.seconds > STOPPING * TOLERANCE:
             yield Violation(Kind.HUNG, ending.process, f"it took {ending.seconds:.0f} s to stop")
+    for number in sorted(history.children - history.ended):
+        yield Violation(Kind.HUNG, number, "a forked process never came to its end")
 
 
 def _balances(tables: FinalTables) -> Iterator[Violation]:

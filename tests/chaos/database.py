@@ -19,8 +19,8 @@ from outbox.core.cloudevents import SOURCE
 from outbox.testing.programs import account
 from outbox.testing.servers import PostgreSQL
 from tests.chaos import tables
-from tests.chaos.checker import Balance, Buried, Change, Effect, FinalTables
 from tests.chaos.disk import Disk
+from tests.chaos.evidence import Balance, Buried, Change, Effect, FinalTables
 from tests.chaos.history import Emitted
 from tests.chaos.proxy import Link, Proxy
 

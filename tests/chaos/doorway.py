@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Self
 from urllib.parse import unquote
 
-from tests.chaos.checker import Asked
+from tests.chaos.evidence import Asked
+from tests.chaos.fates import UNANSWERED
 from tests.chaos.proxy import Link, Pair, Proxy
 
 SECRET = "whsec_" + "b3V0Ym94" * 4
@@ -28,9 +29,11 @@ AGAIN = 1  # second after which whoever is turned away may come again
 class HttpLink(Link):
     """Connections of one relay. What is set here holds for those that are open and those to come."""
 
-    def __init__(self, name: str, behind: Path, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, name: str, behind: Path, loop: asyncio.AbstractEventLoop, unanswered: set[str]) -> None:
         super().__init__(name, 0, loop)
         self.behind = behind
+        self.unanswered = unanswered  # ids of messages at which the application hung, whatever relay sent them
+        self.hangs = True  # at some messages, when they come for the first time
         self.asked: list[Asked] = []
         self.status: int | None = None  # what everybody is told instead of being let in
         self._place = socket.socket()  # keeps the port while nobody listens at it
@@ -40,6 +43,11 @@ class HttpLink(Link):
     def turn_away(self, status: int) -> None:
         """Answer every request with this status, or with a reset connection."""
         self.status = status
+
+    def answer_everything(self) -> None:
+        """Hang at nothing any more; whoever still waits is cut off."""
+        self.hangs = False
+        self._loop.call_soon_threadsafe(self._cut_hanging)
 
     def leave(self) -> None:
         """Be unreachable: connections are reset, and new ones refused."""
@@ -74,6 +82,19 @@ class HttpLink(Link):
             pair.is_cut = True
             self._loop.call_later(LAST_WORDS, pair.reset)
 
+    def _cut_hanging(self) -> None:
+        for pair in self._pairs:
+            if isinstance(pair, _HttpPair) and pair.is_hanging:
+                pair.reset()
+
+    def hangs_at(self, head: bytes, body: bytes) -> bool:
+        """Whether the application does not answer this request, though it answers others."""
+        message_id = _message_id(head)
+        if not self.hangs or message_id in self.unanswered or f'"{UNANSWERED}"'.encode() not in body:
+            return False
+        self.unanswered.add(message_id)
+        return True
+
     def trips(self, message: bytes) -> bool:
         """Whether the tripwire waits for an answer, and this one says that a message was taken."""
         if not self.tripwire or not message.startswith(b"HTTP/1.1 2"):
@@ -87,6 +108,7 @@ class _HttpPair(Pair):
     """Requests and answers, one after another."""
 
     _link: HttpLink
+    is_hanging = False
 
     async def serve(self, server_port: int) -> None:
         server: asyncio.StreamReader | None = None
@@ -96,6 +118,10 @@ class _HttpPair(Pair):
             try:
                 if self._link.swallows or self.is_cut:
                     await self._client.read()  # until it is reset
+                    return
+                if self._link.hangs_at(head, body):
+                    self.is_hanging = True
+                    await self._client.read()  # until its relay gives up
                     return
                 if self._link.status is None:
                     if self._to_server is None:
@@ -149,6 +175,7 @@ class Doorway:
         self._stack = ExitStack()
         self._proxy = Proxy()
         self.links: list[HttpLink] = []
+        self._unanswered: set[str] = set()
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -162,9 +189,19 @@ class Doorway:
         self._stack.close()
 
     def link(self, name: str) -> HttpLink:
-        link = self._proxy.opened(lambda loop: HttpLink(name, self.socket, loop))
+        link = self._proxy.opened(lambda loop: HttpLink(name, self.socket, loop, self._unanswered))
         self.links.append(link)
         return link
+
+    @property
+    def hanging(self) -> int:
+        """How many messages hung here so far."""
+        return len(self._unanswered)
+
+    def answer_everything(self) -> None:
+        """Be an application that hangs at nothing."""
+        for link in self.links:
+            link.answer_everything()
 
     def asked(self) -> tuple[Asked, ...]:
         """Every request that came, in the order of their ends."""

@@ -120,6 +120,9 @@ class History:
     faults: list[Struck] = field(default_factory=list)
     endings: list[Ending] = field(default_factory=list)
     calm_since: float | None = None  # the last fault was over, and everybody at work
+    own_commits: set[tuple[str, str]] = field(default_factory=set)  # messages and queues whose listener committed
+    children: set[str] = field(default_factory=set)  # numbers of the transactions that forked processes were to try
+    ended: set[str] = field(default_factory=set)  # numbers of transactions whose end was told
 
 
 def read(folder: Path) -> History:
@@ -140,8 +143,14 @@ def _enter(line: dict[str, Any], history: History, transactions: dict[str, Trans
             transactions[number] = Transaction(number, emitted, tuple(taken_back))
         case {"event": "replies", "number": number, "message": facts}:
             transactions[number] = Transaction(number, (Emitted.from_facts(facts),), outcome=UNTOLD)
-        case {"event": "ended", "number": number, "outcome": outcome} if number in transactions:
-            transactions[number].outcome = outcome
+        case {"event": "ended", "number": number, "outcome": outcome}:
+            history.ended.add(number)
+            if number in transactions:
+                transactions[number].outcome = outcome
+        case {"event": "forked", "number": number}:
+            history.children.add(number)
+        case {"event": "own commit", "message": message_id, "queue": queue}:
+            history.own_commits.add((message_id, queue))
         case {"event": "began" | "failed" as event, "message": message_id, "queue": queue, "attempt": attempt}:
             history.runs.append(Run(message_id, queue, attempt, failed=event == "failed"))
         case {"event": "fault", "kind": kind, "target": target, "began": began, "ended": ended}:

@@ -24,10 +24,12 @@ from sqlalchemy import create_engine, insert
 from sqlalchemy.orm import Session
 
 import outbox.sqlite
-from outbox import Message, Outbox
+from outbox import Message, Outbox, TransactionError
 from outbox.adapters import sync_url
-from tests.chaos.fates import FATES, QUEUES, Fate, choose
+from tests.chaos.children import fork
+from tests.chaos.fates import FATES, FORKS, ORDERS, QUEUES, SWALLOWS, SWITCHED_OFF, Fate, choose
 from tests.chaos.history import COMMITTED, ROLLED_BACK, UNKNOWN, Emitted
+from tests.chaos.mistakes import swallow
 from tests.chaos.surroundings import Surroundings, historian
 from tests.chaos.tables import ORDERED, account, added, orders
 
@@ -35,6 +37,8 @@ PAUSE = 0.2  # seconds after an error
 HOLD_BACK = 1.0  # seconds between two transactions while too much waits
 ROLLBACKS, SAVEPOINTS, LARGE = 0.15, 0.1, 0.01  # of all transactions, transactions, bodies
 MOST = 100  # of an amount
+SWALLOW_FIRST, SWALLOW_LAST, FORK = "swallow first", "swallow last", "fork"
+_MISTAKES = {SWALLOW_FIRST: SWALLOWS, SWALLOW_LAST: SWALLOWS, FORK: FORKS}  # with a transaction of the library's own
 
 logger = logging.getLogger("chaos")
 
@@ -49,6 +53,7 @@ class Plan:
     account: str  # whose orders these are; empty where nobody keeps balances
     commits: bool
     savepoint: bool  # emits one more message, in a savepoint that is rolled back
+    mistake: str  # what is done wrong, if anything
 
     @property
     def amount(self) -> int:
@@ -71,13 +76,17 @@ def plans(here: Surroundings) -> Iterator[Plan]:
         whose = account(number % here.accounts) if here.accounts else ""
         bodies = defaultdict(list)
         for position in range(size):
-            fate, routing_key = choose(chance, here.kills, here.slow_share)
+            fate, routing_key = choose(chance, here.kills, here.slow_share, here.mistakes)
             body = _body(chance, fate, f"{here.name} {number} {position}")
             if here.accounts and isinstance(body, dict):
-                body |= {"account": whose, "amount": 1 + (number + position) % MOST}
+                counts = routing_key in ORDERS  # what goes elsewhere is not for the books
+                body |= {"account": whose, "amount": (1 + (number + position) % MOST) if counts else 0}
             bodies[routing_key].append((fate, body))
         commits, savepoint = chance.random() >= ROLLBACKS, chance.random() < SAVEPOINTS
-        yield Plan(f"{here.name} {number}", dict(bodies), size, whose, commits, savepoint)
+        mistake = chance.choice(list(_MISTAKES)) if chance.random() < here.mistakes else ""
+        if _MISTAKES.get(mistake) in SWITCHED_OFF:
+            mistake = ""
+        yield Plan(f"{here.name} {number}", dict(bodies), size, whose, commits, savepoint, mistake)
 
 
 def _body(chance: random.Random, fate: Fate, name: str) -> object:
@@ -152,9 +161,13 @@ class Producer:
             time.sleep(self._pause_after(plan))
 
     async def _try(self, plan: Plan) -> None:
+        if plan.mistake == FORK:
+            fork(self._outbox)
         with self._attempted(plan) as attempt:
             async with self._outbox.transaction() as session:
                 await session.execute(insert(orders).values(number=plan.number, messages=plan.size))
+                if plan.mistake == SWALLOW_FIRST:
+                    await swallow(session)
                 for routing_key, bodies in plan.bodies.items():
                     fates, contents = zip(*bodies, strict=True)
                     headers = {"number": plan.number.replace(" ", "-")}
@@ -169,6 +182,8 @@ class Producer:
                     await savepoint.rollback()
                 if plan.account:
                     await session.execute(added(ORDERED, plan.account, plan.amount))
+                if plan.mistake == SWALLOW_LAST:
+                    await swallow(session)
                 attempt.ready()
             attempt.committed()
 
@@ -194,6 +209,9 @@ class Producer:
             yield attempt
         except PlannedRollback:
             pass
+        except TransactionError as refusal:
+            attempt.outcome = ROLLED_BACK  # that is what it says, whenever it comes
+            logger.warning("refused: %s", refusal)
         except Exception as error:  # noqa: BLE001 - drivers throw what they like
             logger.warning("%s: %s", attempt.outcome, " ".join(str(error).split())[:300] or type(error).__name__)
             time.sleep(PAUSE)

@@ -42,6 +42,7 @@ class Profile:
     slow: float = 3.5  # seconds, longer than a lease
     slow_share: float = 0.01  # of all messages
     kills: float = 0.0005  # share of messages that kill their worker
+    mistakes: float = 0.02  # share of messages, and of transactions, with which something careless is done
     disk: int = 256 * MEBIBYTE
     backlog: int = 300  # messages that wait, above which producers hold back
     patience: float = 180.0  # seconds without any progress after which something is stuck
@@ -82,6 +83,7 @@ _SHORT = Profile(
     messages=1000,
     slow_share=0.03,
     kills=0.002,
+    mistakes=0.04,
 )
 _SHORT_ON_SQLITE = Profile(
     "sqlite",
@@ -92,6 +94,7 @@ _SHORT_ON_SQLITE = Profile(
     messages=300,
     slow=0.1,
     kills=0.003,
+    mistakes=0.05,
     disk=64 * MEBIBYTE,
 )
 _LONG = Profile(
@@ -149,6 +152,7 @@ SHORT: Mapping[str, Profile] = {
             faults=13,
             messages=200,
             slow_share=0.005,
+            mistakes=0.02,
             backlog=60,
         ),
         replace(
@@ -161,9 +165,11 @@ LONG: Mapping[str, Profile] = {
     profile.name: profile
     for profile in (
         _LONG,
-        replace(_over_rabbitmq(_LONG), messages=100_000, slow_share=0.003, backlog=3000),
-        replace(_SHORT_ON_SQLITE, seconds=180, faults=40, messages=5_000, kills=0.001, disk=256 * MEBIBYTE),
-        replace(_of_two_services(_LONG), messages=30_000, slow_share=0.003, backlog=1000),
+        replace(_over_rabbitmq(_LONG), messages=100_000, slow_share=0.003, mistakes=0.01, backlog=3000),
+        replace(
+            _SHORT_ON_SQLITE, seconds=180, faults=40, messages=5_000, kills=0.001, mistakes=0.03, disk=256 * MEBIBYTE
+        ),
+        replace(_of_two_services(_LONG), messages=30_000, slow_share=0.003, mistakes=0.005, backlog=1000),
         replace(_over_http(_LONG), messages=30_000, slow_share=0.003, backlog=1000),
     )
 }

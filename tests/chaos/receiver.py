@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 
-from outbox import Outbox
+import outbox
 from tests.chaos.doorway import SECRET
 from tests.chaos.listeners import listeners
 
 logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
-app = Outbox().http_app(listeners, secrets=SECRET)
+app = outbox.http_app(listeners, secrets=SECRET)

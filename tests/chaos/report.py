@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.chaos import checker
-from tests.chaos.checker import FinalTables, Violation
+from tests.chaos.checker import Violation
+from tests.chaos.evidence import FinalTables
+from tests.chaos.fates import FATES
 from tests.chaos.history import History
 from tests.chaos.profiles import Profile
 
@@ -44,6 +46,8 @@ class Report:
             *self._faults(),
             "",
             *self._messages(),
+            "",
+            *self._mistakes(),
             "",
             f"  violations           {len(self.violations):>9}",
             *(f"    {kind:19}{count:>9}" for kind, count in checker.count(self.violations).items()),
@@ -87,6 +91,30 @@ class Report:
             accounts = {each.account for each in balances}
             yield f"  balances compared    {len(balances):>9}   of {len(accounts)} accounts"
         yield f"  processes that ended {len(self.history.endings):>9}   {killed} killed"
+
+    def _mistakes(self) -> Iterator[str]:
+        """By kind: with how many messages it was made, and how these ended in their queues."""
+        fates = {
+            message.id: FATES[message.fate]
+            for each in self.history.transactions
+            if each.number in self.tables.orders
+            for message in each.messages
+        }
+        ends = {
+            "effects": Counter(
+                fates[each.message_id].mistake for each in self.tables.effects if each.message_id in fates
+            ),
+            "dead letters": Counter(
+                fates[each.message.id].mistake for each in self.tables.dead_letters if each.message.id in fates
+            ),
+        }
+        made = Counter(fate.mistake for fate in fates.values())
+        yield f"  {'mistake':26}{'messages':>9}" + "".join(f"{name:>14}" for name in ends)
+        for mistake in dict.fromkeys(fate.mistake for fate in FATES.values() if fate.mistake):
+            counts = "".join(f"{counted[mistake]:>14}" for counted in ends.values())
+            yield f"  {mistake:26}{made[mistake]:>9}{counts}"
+        committed = len(self.history.children & self.tables.orders)
+        yield f"  {'forked processes':26}{len(self.history.children):>9}   {committed} committed"
 
     def evidence(self) -> Iterator[str]:
         """For each violation, everything that histories and tables say about its message."""

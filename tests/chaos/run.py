@@ -35,7 +35,7 @@ LOOK_EVERY = 0.2  # seconds
 def run(profile: Profile, seed: int, say: Say = lambda _: None) -> Report:
     """Torment the library, then check what it promised. The folder stays if something is wrong."""
     folder = Path(tempfile.mkdtemp(prefix=f"outbox-chaos-{seed}-"))
-    for name in ("histories", "logs", "killed"):
+    for name in ("histories", "logs", "killed", "children"):
         (folder / name).mkdir()
     began = time.monotonic()
     with Application(profile.services, profile.disk, profile.accounts, has_broker=profile.has_broker) as application:
@@ -70,6 +70,7 @@ class _Rig:
             slow=profile.slow,
             slow_share=profile.slow_share,
             kills=profile.kills,
+            mistakes=profile.mistakes,
             rate=profile.rate,
             accounts=profile.accounts,
         )
@@ -94,6 +95,7 @@ class _Rig:
         self._say("everybody is at work")
         await self._strike()
         self._say("the faults are over")
+        self._application.answer_everything()
         await self._until(self._crew.is_at_work, STARTING)
         calm_since = time.time()
         self._history.note("calm")
@@ -105,6 +107,7 @@ class _Rig:
         self._say(f"{waiting} messages wait")
         await self._crew.retire(RELAY, WORKER)
         await self._until(lambda: not self._application.open_sessions(), STARTING)
+        await self._until(lambda: not any(self._here.children.iterdir()), STARTING)
 
     async def _strike(self) -> None:
         """Let every fault of the schedule strike at its moment, whatever the others are doing.

@@ -19,9 +19,10 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
 from outbox import Message, Reject, emit, emit_sync, listen
-from tests.chaos.fates import Fate
+from tests.chaos import mistakes
+from tests.chaos.fates import FATES, Fate
 from tests.chaos.history import Emitted
-from tests.chaos.listeners import UNLUCKY, Order, PlannedFailure, again, begin, effect, end, kill_once, poison, spare
+from tests.chaos.listeners import UNLUCKY, Order, PlannedFailure, again, begin, effect, end, everywhere, kill_once
 from tests.chaos.surroundings import Surroundings, historian
 from tests.chaos.tables import CONFIRMED, SHIPPED, added, orders
 
@@ -48,6 +49,7 @@ def ledger(body: Order, message: Message, queue_name: str, attempt_count: int, s
     if fate.name == "slow":
         time.sleep(Surroundings.here().slow)
     session.execute(added(SHIPPED, body["account"], body["amount"]))
+    mistakes.make_plainly(fate, session, message, attempt_count)
     end(fate, message, queue_name, attempt_count)
 
 
@@ -74,10 +76,11 @@ async def bookings(body: Order, message: Message, queue_name: str, attempt_count
     if fate.name == "slow":
         await asyncio.sleep(Surroundings.here().slow)
     await session.execute(added(CONFIRMED, body["account"], body["amount"]))
+    await mistakes.make(fate, session, message, attempt_count)
     end(fate, message, queue_name, attempt_count)
 
 
-shipping = [invoices, ledger, poison, spare]
+shipping = [invoices, ledger, *everywhere]
 ordering = [confirmations, bookings]
 
 
@@ -110,6 +113,8 @@ async def handle(
     handled = [body for position, body in enumerate(bodies) if position not in failures]
     for body in sorted(handled, key=itemgetter("account")):  # in one order, so that no two lists wait for each other
         await session.execute(added(book, body["account"], body["amount"]))
+    for body, message in zip(bodies, messages, strict=True):  # outside of savepoints, so it concerns all of them
+        await mistakes.make(FATES[body["fate"]], session, message, attempt)
     return failures
 
 

@@ -20,6 +20,7 @@ class Surroundings:
     slow: float  # seconds that a slow listener takes
     slow_share: float  # of all messages
     kills: float  # share of messages that kill their worker
+    mistakes: float  # share of messages, and of transactions, with which something careless is done
     rate: float  # messages that a producer emits in a second
     accounts: int  # whose balances the services keep
 
@@ -36,6 +37,7 @@ class Surroundings:
             slow=float(told["slow"]),
             slow_share=float(told["slow_share"]),
             kills=float(told["kills"]),
+            mistakes=float(told["mistakes"]),
             rate=float(told["rate"]),
             accounts=int(told["accounts"]),
         )
@@ -43,6 +45,11 @@ class Surroundings:
     @property
     def histories(self) -> Path:
         return self.folder / "histories"
+
+    @property
+    def children(self) -> Path:
+        """A folder with a file for each forked process that has not ended."""
+        return self.folder / "children"
 
     @property
     def enough(self) -> Path:

@@ -8,7 +8,8 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from tests.chaos.checker import Asked, Balance, Buried, Change, Effect, FinalTables, Kind, check, digest
+from tests.chaos.checker import Kind, check, digest
+from tests.chaos.evidence import Asked, Balance, Buried, Change, Effect, FinalTables
 from tests.chaos.history import (
     COMMITTED,
     ROLLED_BACK,
@@ -53,12 +54,24 @@ class World:
     balances: dict[tuple[str, str], int]  # of books and accounts
     asked: list[Asked]
     waiting: list[tuple[str, str]] = field(default_factory=list)
+    own_commits: set[tuple[str, str]] = field(default_factory=set)
+    children: set[str] = field(default_factory=set)
+    ended: set[str] = field(default_factory=set)
     open_sessions: int = 0
     at_least_once: bool = False
     calm_since: float = 21.0
 
     def violations(self) -> list[tuple[Kind, str]]:
-        history = History(list(self.transactions.values()), self.runs, self.faults, self.endings, self.calm_since)
+        history = History(
+            list(self.transactions.values()),
+            self.runs,
+            self.faults,
+            self.endings,
+            self.calm_since,
+            self.own_commits,
+            self.children,
+            self.ended,
+        )
         tables = FinalTables(
             frozenset(self.orders),
             tuple(self.effects),
@@ -96,6 +109,11 @@ def good_world() -> World:
         "rejected": emitted("rejected", "is rejected"),
         "broken": emitted("broken", "is no JSON"),
         "poison": emitted("poison", "kills always", "poison.pill"),
+        "careless": emitted("careless", "swallows an error once"),
+        "relaxed": emitted("relaxed", "closes its session and goes on"),
+        "incurable": emitted("incurable", "sends COMMIT always"),
+        "driver": emitted("driver", "commits by its driver", "driver.commits"),
+        "child": emitted("child"),
     }
     reply, undone = (emitted(id, routing_key="reply.shipped") for id in ("reply", "undone reply"))
     return World(
@@ -115,6 +133,10 @@ def good_world() -> World:
             *(Run("hopeless", "invoices", attempt, failed=True) for attempt in (1, 2, 3)),
             Run("rejected", "invoices", 1),
             *(Run("poison", "poison", 1) for _ in range(3)),
+            *(Run("careless", "invoices", attempt) for attempt in (1, 2)),
+            *(Run("incurable", "invoices", attempt) for attempt in (1, 2, 3)),
+            *(Run("driver", queue, 1) for queue in ("drivers", "plain-drivers")),
+            *(Run(id, "invoices", 1) for id in ("relaxed", "child")),
         ],
         faults=[Struck("cut", "worker-0", 10.0, 11.0), Struck("kill a worker", "worker-0", 20.0, 20.0)],
         endings=[
@@ -129,6 +151,9 @@ def good_world() -> World:
             Effect("reply", "confirmations", 1, digest(reply), 13.0),
             Effect("late", "invoices", 1, digest(emitted("late")), 22.0),
             Effect("retried", "invoices", 3, digest(messages["retried"]), 22.0),
+            Effect("careless", "invoices", 2, digest(messages["careless"]), 5.0),
+            *(Effect(id, "invoices", 1, digest(messages[id]), 5.0) for id in ("relaxed", "child")),
+            *(Effect("driver", queue, 1, digest(messages["driver"]), 5.0) for queue in ("drivers", "plain-drivers")),
         ],
         letters={
             "hopeless": Buried(
@@ -147,6 +172,26 @@ def good_world() -> World:
                 messages["broken"], "invoices", "undecodable", 1, 0, "attempt 1 was the last, undecodable: …\n"
             ),
             "poison": Buried(messages["poison"], "poison", "crashed", 0, 4),  # one worker died while it buried it
+            "incurable": Buried(
+                messages["incurable"],
+                "invoices",
+                "exhausted",
+                attempts=3,
+                crashes=0,
+                history="attempt 1 failed: TransactionError: …\nattempt 2 failed: OperationalError: …\n"
+                "attempt 3 was the last, exhausted: TransactionError: …\n",
+            ),
+            **{
+                queue: Buried(
+                    messages["driver"],
+                    queue,
+                    "rejected",
+                    1,
+                    0,
+                    "attempt 1 was the last, rejected: TransactionError: …\n",
+                )
+                for queue in ("drivers", "plain-drivers")
+            },
         },
         changes=[
             change(None, 0, False, 1, "plain", "", None, None, None),  # routed
@@ -176,6 +221,9 @@ def good_world() -> World:
             Asked("relay-1.1", "late", 22.0, 22.1, 202),
             *(Asked("relay-0.1", id, 60.0, 61.0, 202) for id in ("retried", "poison")),
         ],
+        own_commits={("driver", "drivers"), ("driver", "plain-drivers")},
+        children={"child that committed", "child that was refused"},
+        ended={"child that committed", "child that was refused"},
     )
 
 
@@ -437,6 +485,86 @@ BAD: Mapping[str, tuple[Spoil, Kind, str]] = {
         Kind.IDLE,
         "relays",
     ),
+    "an error was swallowed, and its message counted as handled": (
+        lambda world: world.effects.remove(world.effect("careless")),
+        Kind.LOST,
+        "careless",
+    ),
+    "an attempt that swallowed an error kept its effect": (
+        lambda world: world.change_effect("careless", attempt=1),
+        Kind.SWALLOWED,
+        "careless",
+    ),
+    "a listener that closed its session and went on left no effect": (
+        lambda world: world.effects.remove(world.effect("relaxed")),
+        Kind.LOST,
+        "relaxed",
+    ),
+    "a listener that closed its session and went on had its effect twice": (
+        lambda world: world.effects.append(world.effect("relaxed")),
+        Kind.REPEATED,
+        "relaxed",
+    ),
+    "a message whose session was always closed was never a dead letter": (
+        lambda world: (world.letters.pop("incurable"), world.waiting.append(("incurable", "invoices"))),
+        Kind.STUCK,
+        "incurable",
+    ),
+    "a message whose listener always sends COMMIT had an effect": (
+        lambda world: (
+            world.letters.pop("incurable"),
+            world.effects.append(
+                Effect("incurable", "invoices", 1, digest(emitted("incurable", "sends COMMIT always")))
+            ),
+        ),
+        Kind.ALIVE,
+        "incurable",
+    ),
+    "a mistake was tried once too often": (
+        lambda world: world.change_letter(
+            "incurable",
+            attempts=4,
+            history=world.letters["incurable"].history.replace("was the last, exhausted", "failed")
+            + "attempt 4 was the last, exhausted: TransactionError: …\n",
+        ),
+        Kind.RETRIES,
+        "incurable",
+    ),
+    "what was committed by its driver left no trace": (
+        lambda world: (world.letters.pop("drivers"), world.effects.remove(world.effect("driver", "drivers"))),
+        Kind.LOST,
+        "driver",
+    ),
+    "what was committed by its driver had two effects": (
+        lambda world: world.effects.append(world.effect("driver", "drivers")),
+        Kind.REPEATED,
+        "driver",
+    ),
+    "what was committed by its driver counted as done": (
+        lambda world: world.letters.pop("plain-drivers"),
+        Kind.ALIVE,
+        "driver",
+    ),
+    "what was committed by its driver was tried again": (
+        lambda world: world.runs.append(Run("driver", "drivers", 2)),
+        Kind.AGAIN,
+        "driver",
+    ),
+    "what was committed by its driver was given up for another reason": (
+        lambda world: world.change_letter("drivers", reason="exhausted"),
+        Kind.REASON,
+        "driver",
+    ),
+    "a child's message left no trace": (
+        lambda world: world.effects.remove(world.effect("child")),
+        Kind.LOST,
+        "child",
+    ),
+    "a child never ended": (
+        lambda world: world.ended.remove("child that was refused"),
+        Kind.HUNG,
+        "child that was refused",
+    ),
     "one service counted an amount twice": (
         lambda world: world.balances.update({("shipped", "rich"): 800}),
         Kind.UNBALANCED,
@@ -478,6 +606,23 @@ def test_a_broker_may_bury_twice_but_not_cause_a_second_effect() -> None:
     assert world.violations() == []
     world.effects.append(world.effect("plain"))
     assert world.violations() == [(Kind.REPEATED, "plain")]
+
+
+def test_a_broker_may_bring_what_was_committed_again_but_does_not_let_all_of_it_count_as_done() -> None:
+    world = good_world()
+    world.at_least_once = True
+    world.letters.pop("drivers")
+    assert world.violations() == []
+    world.letters.pop("plain-drivers")
+    assert world.violations() == [(Kind.ALIVE, "driver")] * 2
+
+
+def test_what_its_driver_could_not_commit_may_be_tried_again() -> None:
+    world = good_world()
+    world.own_commits.remove(("driver", "drivers"))
+    world.effects.remove(world.effect("driver", "drivers"))
+    world.runs.append(Run("driver", "drivers", 2))
+    assert world.violations() == []
 
 
 def test_every_kind_of_violation_is_planted() -> None:

@@ -12,6 +12,7 @@ from outbox.core.transport import Published
 from outbox.core.webhooks import Secrets
 from outbox.transports.http import HttpTransport
 from tests.chaos.doorway import NO_ANSWER, SECRET, TAKEN, Doorway, HttpLink
+from tests.chaos.fates import UNANSWERED
 
 SOON = 30.0  # seconds
 
@@ -71,13 +72,20 @@ async def relay(link: HttpLink) -> AsyncIterator[HttpTransport]:
     await transport.close()
 
 
-async def sent(relay: HttpTransport, id: str) -> Published:
+async def sent(relay: HttpTransport, id: str, body: bytes = b"{}") -> Published:
     async with asyncio.timeout(SOON):
-        return await relay.publish([Message(routing_key="order.placed", body=b"{}", tracking_ids=(id,))])
+        return await relay.publish([Message(routing_key="order.placed", body=body, tracking_ids=(id,))])
 
 
 def told(doorway: Doorway) -> list[tuple[str, str, int | None]]:
     return [(each.relay, each.message_id, each.status) for each in doorway.asked()]
+
+
+async def noted(doorway: Doorway, count: int) -> None:
+    """An answer is noted after it was passed on."""
+    async with asyncio.timeout(SOON):
+        while len(doorway.asked()) < count:
+            await asyncio.sleep(0.01)
 
 
 async def test_what_is_let_in_arrives_and_its_answer_comes_back(
@@ -86,6 +94,7 @@ async def test_what_is_let_in_arrives_and_its_answer_comes_back(
     for id in ("one", "two"):
         assert (await sent(relay, id)).confirmed == {id}
     assert len(behind.bodies) == 2
+    await noted(doorway, 2)
     assert told(doorway) == [("relay-0.1", "one", 202), ("relay-0.1", "two", 202)]
 
 
@@ -94,6 +103,7 @@ async def test_who_is_turned_away_hears_the_status_and_nobody_behind_hears_anyth
 ) -> None:
     link.turn_away(503)
     assert set((await sent(relay, "one")).refused) == {"one"}
+    await noted(doorway, 1)
     assert (told(doorway), behind.bodies) == ([("relay-0.1", "one", 503)], [])
     link.heal()
     assert (await sent(relay, "one")).confirmed
@@ -106,6 +116,23 @@ async def test_a_reset_is_no_answer(doorway: Doorway, behind: Behind, link: Http
     assert not published.refused
     assert {status for _, _, status in told(doorway)} == {None}
     assert not behind.bodies
+
+
+async def test_a_message_with_that_fate_hangs_alone_and_once(
+    doorway: Doorway, behind: Behind, relay: HttpTransport
+) -> None:
+    body = f'{{"fate": "{UNANSWERED}"}}'.encode()
+    hanging = asyncio.create_task(sent(relay, "one", body))
+    async with asyncio.timeout(SOON):
+        while not doorway.hanging:
+            await asyncio.sleep(0.01)
+    assert (await sent(relay, "two")).confirmed
+    doorway.answer_everything()
+    assert not (await hanging).confirmed
+    assert (await sent(relay, "one", body)).confirmed
+    await noted(doorway, 3)
+    assert told(doorway) == [("relay-0.1", "two", 202), ("relay-0.1", "one", None), ("relay-0.1", "one", 202)]
+    assert len(behind.bodies) == 2
 
 
 async def test_whom_nobody_listens_to_leaves_no_request(

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from tests.chaos.fates import FATES, QUEUES, REPLIES, choose
+from tests.chaos.fates import FATES, ORDERS, QUEUES, REPLIES, SWITCHED_OFF, choose
 from tests.chaos.profiles import LONG, SHORT, Profile
 from tests.chaos.schedule import Planned, schedule
 
@@ -48,6 +48,8 @@ def test_a_freeze_outlasts_the_lease() -> None:
 
 def test_every_fate_is_chosen_and_has_a_queue() -> None:
     chance = random.Random(1)
-    chosen = [choose(chance, kills=0.01, slow=0.01) for _ in range(5000)]
-    assert {fate.name for fate, _ in chosen} == set(FATES)
-    assert {routing_key for _, routing_key in chosen} == set(QUEUES) - set(REPLIES)
+    chosen = [choose(chance, kills=0.01, slow=0.01, mistakes=0.2) for _ in range(5000)]
+    planned = [fate for fate in FATES.values() if fate.mistake not in SWITCHED_OFF]
+    assert {fate.name for fate, _ in chosen} == {fate.name for fate in planned}
+    assert {routing_key for _, routing_key in chosen} == {*ORDERS, *(fate.routing_key for fate in planned)} - {None}
+    assert {routing_key for _, routing_key in chosen} <= set(QUEUES) - set(REPLIES)

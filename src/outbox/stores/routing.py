@@ -65,7 +65,6 @@ class _Round:
         self.claims = {queue: SqlClaim(store, each.lease, token=self.token) for queue, each in wanted.items()}
         self.room = {queue: each.limit for queue, each in wanted.items()}
         self.all_routed = False
-        self.unanswered = False  # whether a statement that leases was sent, and what it did is not known
         self.taken = 0
         self.routed: Counter[str] = Counter()
         self.unroutable: dict[str, int] = {}
@@ -74,7 +73,6 @@ class _Round:
 
     def hold(self, rows: Sequence[Sequence[Any]]) -> None:
         """What was routed straight: rows that end with their queue and how many messages were due."""
-        self.unanswered = False
         for queue, leased in self._by_queue(rows).items():
             self.routed[queue] += len(leased)
             self.room[queue] -= len(leased)
@@ -149,10 +147,9 @@ class SqlRouting:
             if not round.all_routed:
                 rest = due | {"limit": limit - round.taken}
                 await self._store.transact(lambda connection: self._route(connection, rest, unroutable, round))
-                round.unanswered = False
-        except BaseException as error:
-            for queue, claim in round.claims.items():
-                await claim.give_up(queue, error, unanswered=round.unanswered)
+        except BaseException:
+            for claim in round.claims.values():
+                await claim.give_back()
             raise
         return round.result()
 
@@ -169,7 +166,6 @@ class SqlRouting:
 
     async def _route_straight(self, parameters: Mapping[str, Any], round: _Round) -> None:
         """All in one statement, if it knows everything that is due. What it does not know is left alone."""
-        round.unanswered = True
         await self._store.route_straight({**parameters, "token": round.token}, round.hold)
         for queue, dead in round.dead.items():
             claim = round.claims[queue]
@@ -221,7 +217,6 @@ class SqlRouting:
                 connection.execute(self._copy_to, {"ids": self._store.listed(ids), "queue": queue})
         taken, left = ids[: room.get(stays, 0)], ids[room.get(stays, 0) :]
         if taken:
-            round.unanswered = True
             room[stays] -= len(taken)
             chosen = {"ids": self._store.listed(taken), "queue": stays}
             leased = connection.execute(self._move_and_lease, chosen | claims[stays].terms).all()
