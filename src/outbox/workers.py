@@ -24,6 +24,7 @@ from outbox.inbound.inbox import Inbox, Memory
 from outbox.inbound.storing import Sources, Storing, as_storage
 from outbox.inbound.strategies import Isolation
 from outbox.inbound.threads import Threads
+from outbox.inbound.unrenewed import Leases
 from outbox.inbound.worker import Handler, Source, Worker
 from outbox.settings import Settings
 from outbox.transports.database import DatabaseTransport
@@ -110,6 +111,7 @@ class Workers:
         kind_of_inbox = BatchInbox if takes_lists else Inbox
         inbox = kind_of_inbox(store, self._memory) if store else None
         conflicts = Conflicts(store, listener.queue, self._observe) if store else None
+        leases = Leases(store, settings.duration("grace")) if store else None
         queue_name = self._transport.queue_name(listener.queue) if isinstance(self._transport, Naming) else None
         call = Call(
             listener,
@@ -121,6 +123,7 @@ class Workers:
             unrenewed_lease=self._unrenewed_lease(listener),
             isolation_of=Isolation(listener, store) if store and listener.isolation_level is not None else None,
             conflicts=conflicts,
+            leases=leases,
         )
         if (call.in_transaction or listener.on_error) and not store:
             raise ConfigurationError(f"{listener.queue} asks for a session, but no database is set up")
@@ -141,16 +144,22 @@ class Workers:
             retry_policy=listener.retry_policy or settings.policy("retry_delays"),
             redact_error=settings.redact_error or str,
             observe=self._observe,
-            failing=self._failing(listener, sessions, threads, conflicts),
+            failing=self._failing(listener, sessions, threads, conflicts, leases),
         )
 
     def _failing(
-        self, listener: Listener, sessions: ListenerSessions | None, threads: Threads, conflicts: Conflicts | None
+        self,
+        listener: Listener,
+        sessions: ListenerSessions | None,
+        threads: Threads,
+        conflicts: Conflicts | None,
+        leases: Leases | None,
     ) -> Failing | None:
-        if listener.on_error is None or sessions is None or conflicts is None:
+        on_error = listener.on_error
+        if on_error is None or sessions is None or conflicts is None or leases is None:
             return None
         limit = listener.time_limit or self._session_time_limit(listener)
-        return Failing(listener, listener.on_error, sessions, threads, conflicts, limit=limit, observe=self._observe)
+        return Failing(listener, on_error, sessions, threads, conflicts, leases, limit=limit, observe=self._observe)
 
     def _session_time_limit(self, listener: Listener) -> timedelta:
         """The default for a listener's transaction: shorter than a lease that it keeps from being renewed."""

@@ -7,16 +7,23 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from outbox import Message, Outbox
+import pytest
+from sqlalchemy import make_url
+
+from outbox import Binding, Message, Outbox
+from outbox.core.store import Wanted
+from tests.chaos.proxy import Link, Proxy
 from tests.seeds.observing import PATIENCE, eventually
 
 ROOT = Path(__file__).parents[2]
 LEASE = 1.0
+HOUR = timedelta(hours=1)
 WITHIN = 3 * 1.0  # seconds after the lease's end: three times what is promised
 
 HANGING_RELAY = """
@@ -81,3 +88,65 @@ async def test_what_a_killed_relay_had_in_flight_goes_out_together_and_delays_no
     assert max(arrived[body] for body in range(600)) - lease_ends < WITHIN
     assert await outbox.messages() == []
     await outbox.close()
+
+
+# Claims without an answer.
+
+
+@pytest.fixture
+def link(postgresql_url: str) -> Iterator[Link]:
+    with Proxy() as proxy:
+        yield proxy.link("claims", make_url(postgresql_url).port or 5432)
+
+
+@pytest.fixture(params=["asyncpg", "psycopg"])
+async def cut_off(
+    request: pytest.FixtureRequest, postgresql_url: str, table_name: str, link: Link
+) -> AsyncIterator[Outbox]:
+    """An outbox whose connections can be cut when the server has answered and the answer has not arrived."""
+    url = make_url(postgresql_url).set(drivername=f"postgresql+{request.param}", host="127.0.0.1", port=link.port)
+    outbox = Outbox(db_engine_url=url.render_as_string(hide_password=False), table_name=table_name)
+    await outbox.store.bind([Binding("q", "#")])
+    yield outbox
+    await outbox.close()
+
+
+async def given_back(outbox: Outbox) -> None:
+    """Wait until nothing is leased."""
+
+    async def unleased() -> bool:
+        return all(stored.leased_until is None for stored in await outbox.messages())
+
+    await eventually(unleased)
+
+
+async def test_a_claim_whose_answer_is_lost_is_given_back_and_counts_as_no_crash(cut_off: Outbox, link: Link) -> None:
+    await emit(cut_off, *range(3))
+    await cut_off.store.route(10, {})
+    for _ in range(3):
+        link.trip_at(["UPDATE"])
+        with pytest.raises(Exception):  # noqa: B017 - whatever the driver says of a cut connection
+            async with cut_off.store.claim(10, lease=HOUR, destination="q"):
+                pass
+        assert link.tripped.is_set()
+        await given_back(cut_off)
+    async with cut_off.store.claim(10, lease=HOUR, destination="q") as claim:
+        assert [attempt.crash_count for attempt in claim.attempts] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["in one statement", "in a transaction"])
+async def test_a_hand_over_whose_answer_is_lost_is_given_back_and_counts_as_no_crash(
+    cut_off: Outbox, link: Link, known: bool
+) -> None:
+    wanted = {"q": Wanted(10, HOUR)}
+    if known:  # the router has seen this routing key before
+        await emit(cut_off, "before")
+        await cut_off.store.route(10, {})
+    await emit(cut_off, *range(3))
+    link.trip_at(["UPDATE"] if known else ["COMMIT"])
+    with pytest.raises(Exception):  # noqa: B017 - whatever the driver says of a cut connection
+        await cut_off.store.route(10, {}, wanted)
+    assert link.tripped.is_set()
+    await given_back(cut_off)
+    async with cut_off.store.claim(10, lease=HOUR, destination="q") as claim:
+        assert [attempt.crash_count for attempt in claim.attempts] == [0] * (3 + known)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -66,6 +66,14 @@ class Claim(Protocol):
 
     def lease_on(self, attempt: Attempt) -> Lease:
         """What many of them are completed by at once, with `Store.complete`."""
+        ...
+
+    async def renew_once(self, ids: Collection[int], lease: timedelta) -> None:
+        """Renew the leases on these attempts now, for that long or longer, and not before `renew_again`."""
+        ...
+
+    def renew_again(self, ids: Collection[int]) -> None:
+        """Renew them with the others from now on."""
         ...
 
 
@@ -287,6 +295,13 @@ class Store(Feed, Protocol):
         """Whether the database could not fit a transaction between others: run again, it may well succeed.
 
         A serialization failure, a deadlock, a lock that somebody holds; of the error or of what it was raised from.
+        """
+        ...
+
+    def keeps_snapshot(self, connection: Connection) -> bool:
+        """Whether the connection's transaction, about to begin, cannot complete an attempt whose lease is renewed then.
+
+        It sees what its first statement saw, and a row that was written since makes it fail.
         """
         ...
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 from concurrent.futures import Executor
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
 
+from sqlalchemy import Connection
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
@@ -23,6 +24,7 @@ from outbox.inbound.inbox import Inbox
 from outbox.inbound.strategies import Isolation, TimeLimit
 from outbox.inbound.threads import Fence, run_in_thread
 from outbox.inbound.transactions import Around, Terms, transact, transact_in_thread
+from outbox.inbound.unrenewed import Leases, Unrenewed
 
 SESSION_TIME_LIMIT = timedelta(seconds=15)  # a transaction that stays open longer holds up the whole database
 
@@ -52,6 +54,7 @@ class Call:
         unrenewed_lease: timedelta | None = None,  # the one that a transaction of the listener must not outlast
         isolation_of: Isolation | None = None,  # if it asks for a level of isolation
         conflicts: Conflicts | None = None,
+        leases: Leases | None = None,
     ) -> None:
         of = Arguments.of if listener.batch is None else BatchArguments.of
         self.arguments: Arguments | BatchArguments = of(listener, queue_name)
@@ -68,6 +71,7 @@ class Call:
         self._limit_of = limit_of if callable(listener.timeout) else None
         self._isolation_of = isolation_of
         self._conflicts = conflicts if self.in_transaction else None
+        self._leases = leases
 
     @property
     def in_transaction(self) -> bool:
@@ -94,17 +98,18 @@ class Call:
         values = self.arguments.bind(delivery)
         limit = self._limit if self._limit_of is None else self._limit_of(message, self._limit)
         terms = self._terms(message, limit)
-        sessions, around = self._database(delivery)
+        sessions, around, unrenewed = self._database(delivery, limit)
 
         def in_thread(fence: Fence) -> None:
             transact_in_thread(sessions.synchronous(message), around, partial(self._plainly, values), terms, fence)
 
         async with sessions.turn():
-            if self.arguments.is_async:
-                body = partial(self.arguments.call, self._callback, values)
-                await transact(sessions.asynchronous(message), around, body, terms)
-            else:
-                await run_in_thread(self._executor, in_thread, limit)
+            with unrenewed:
+                if self.arguments.is_async:
+                    body = partial(self.arguments.call, self._callback, values)
+                    await transact(sessions.asynchronous(message), around, body, terms)
+                else:
+                    await run_in_thread(self._executor, in_thread, limit)
 
     def _without_session(self, values: dict[str, Any], fence: Fence) -> None:
         fence.started()
@@ -123,7 +128,14 @@ class Call:
         options = None if self._isolation_of is None else self._isolation_of(message)
         return Terms(self._listener.queue, None if limit is None else limit.total_seconds(), options)
 
-    def _database(self, delivery: Delivery) -> tuple[Sessions, Around]:
-        assert self._sessions is not None and self._inbox is not None  # noqa: S101 - checked before the worker starts
-        inbox, queue = self._inbox, self._listener.queue
-        return self._sessions, lambda connection: inbox.entered(connection, queue, delivery)
+    def _database(self, delivery: Delivery, limit: timedelta | None) -> tuple[Sessions, Around, Unrenewed]:
+        sessions, leases, inbox, queue = self._sessions, self._leases, self._inbox, self._listener.queue
+        assert sessions is not None and inbox is not None and leases is not None  # noqa: S101 - checked at the start
+        assert limit is not None  # noqa: S101 - whatever asks for a session has one
+        unrenewed = leases.of(delivery, limit)
+
+        def around(connection: Connection) -> AbstractContextManager[None]:
+            unrenewed.begin(connection)
+            return inbox.entered(connection, queue, delivery)
+
+        return sessions, around, unrenewed

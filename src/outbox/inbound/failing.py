@@ -6,7 +6,7 @@ import asyncio
 import inspect
 from collections.abc import Iterator
 from concurrent.futures import Executor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -28,6 +28,7 @@ from outbox.inbound.calling import Sessions
 from outbox.inbound.conflicts import Conflicts
 from outbox.inbound.threads import Fence, ThreadTimeout, run_in_thread
 from outbox.inbound.transactions import Terms, transact, transact_in_thread
+from outbox.inbound.unrenewed import Leases
 
 Failure = RetryIn | Dead
 
@@ -42,6 +43,7 @@ class Failing:
         sessions: Sessions,
         executor: Executor,
         conflicts: Conflicts,
+        leases: Leases,
         *,
         limit: timedelta,
         observe: Observer,
@@ -53,6 +55,7 @@ class Failing:
         self._sessions = sessions
         self._executor = executor
         self._conflicts = conflicts
+        self._leases = leases
         self._limit = limit
         self._observe = observe
 
@@ -80,15 +83,19 @@ class Failing:
     async def _ask(self, asking: _Asking) -> None:
         terms = Terms(self._queue, self._limit.total_seconds())
         message = asking.delivery.attempt.message
-        if is_async(self._on_error):
-            await transact(self._sessions.asynchronous(message), asking.concluded, asking.ask, terms)
-            return
+
+        def around(connection: Connection) -> AbstractContextManager[None]:
+            unrenewed.begin(connection)
+            return asking.concluded(connection)
 
         def work(fence: Fence) -> None:
-            session = self._sessions.synchronous(message)
-            transact_in_thread(session, asking.concluded, asking.ask_plainly, terms, fence)
+            transact_in_thread(self._sessions.synchronous(message), around, asking.ask_plainly, terms, fence)
 
-        await run_in_thread(self._executor, work, self._limit)
+        with self._leases.of(asking.delivery, self._limit) as unrenewed:
+            if is_async(self._on_error):
+                await transact(self._sessions.asynchronous(message), around, asking.ask, terms)
+            else:
+                await run_in_thread(self._executor, work, self._limit)
 
     def _failed(self, failure: BaseException) -> None:
         self._observe(Troubled(f"on_error of {self._queue}", failure, NO_DELAY))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import cached_property
@@ -201,16 +201,18 @@ class SqlClaim:
         self._lease = lease
         self._token = token or store.new_token()
         self._held: set[int] = set()
+        self._unrenewed: set[int] = set()  # those whose listeners' transactions could not complete them otherwise
         self._writing = asyncio.Lock()  # a renewal and a settlement in two transactions could wait for each other
         self._renewal: asyncio.Task[None] | None = None
+        self._unanswered = False  # whether a statement that leases was sent, and what it did is not known
         self.attempts: list[Attempt] = []
 
     async def __aenter__(self) -> Self:
         if self._wanted is not None and await self._store.anything_due(self._wanted):
             try:
                 await self._store.apply(self._take)
-            except asyncio.CancelledError:
-                await self.give_back()
+            except BaseException as error:
+                await self.give_up(self._wanted["wanted"], error, unanswered=self._unanswered)
                 raise
         if self._held:
             self._renewal = asyncio.create_task(self._renew(), name="outbox lease renewal")
@@ -260,7 +262,9 @@ class SqlClaim:
 
     def _take(self, connection: Connection) -> None:
         assert self._wanted is not None  # noqa: S101 - or nobody would have asked
+        self._unanswered = True
         self.bury(connection, self.hold(self._store.take(connection, self._wanted, self.terms, self._suspected)))
+        self._unanswered = False
 
     def _settle(self, connection: Connection, outcomes: Mapping[int, Outcome], fetch: Fetch) -> set[int]:
         done: list[int] = []
@@ -331,12 +335,27 @@ class SqlClaim:
             await asyncio.sleep(pause)
             with suppress(Exception):  # drivers throw what they like when their database is away
                 async with self._writing:
-                    await self._renew_once(self._held)
+                    await self._renew_now(self._held - self._unrenewed, self._lease)
 
-    async def _renew_once(self, ids: Iterable[int]) -> None:
-        parameters = {"ids": self._store.listed(sorted(ids)), "token": self._token, "lease": as_seconds(self._lease)}
+    async def renew_once(self, ids: Collection[int], lease: timedelta) -> None:
+        async with self._writing:
+            self._unrenewed.update(ids)
+            await self._renew_now(self._held.intersection(ids), max(lease, self._lease))
+
+    def renew_again(self, ids: Collection[int]) -> None:
+        self._unrenewed.difference_update(ids)
+
+    async def _renew_now(self, ids: Collection[int], lease: timedelta) -> None:
+        parameters = {"ids": self._store.listed(sorted(ids)), "token": self._token, "lease": as_seconds(lease)}
         if ids:
             await self._store.apply(lambda connection: connection.execute(self._statements.renew, parameters).all())
+
+    async def give_up(self, destination: str, error: BaseException, *, unanswered: bool) -> None:
+        """Give back what was leased before an error, whether the database could still tell what that was or not."""
+        if self._held and (not unanswered or isinstance(error, asyncio.CancelledError)):
+            await self.give_back()  # a cancellation waits for the answer
+        elif unanswered:
+            self._store.lost_claims.give_back(self._token, destination, self._lease)
 
     async def give_back(self) -> None:
         """Let anybody have what was not settled."""

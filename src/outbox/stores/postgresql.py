@@ -56,6 +56,7 @@ from outbox.stores.heads import Head
 from outbox.stores.notify import Notifier
 from outbox.stores.pooling import explained, unprepared
 from outbox.stores.postgresql_check import PostgresqlCheck
+from outbox.stores.snapshots import Snapshots
 from outbox.stores.sql import WORK_WITHIN, SqlStore
 from outbox.stores.straight import fetched
 from outbox.stores.tables import MESSAGE_COLUMNS, NOT_ROUTED, Tables
@@ -90,6 +91,7 @@ class PostgresqlStore(SqlStore):
         self._engines: WeakKeyDictionary[asyncio.AbstractEventLoop, _Engines] = WeakKeyDictionary()
         self._prepared: WeakSet[Pool] = WeakSet()
         self._notifier = Notifier(self)
+        self._snapshots = Snapshots()
         self._heads: defaultdict[str, Head] = defaultdict(Head)
         self._calm: set[str] = set()  # destinations of which nothing was heard since a claim found nothing
 
@@ -135,6 +137,7 @@ class PostgresqlStore(SqlStore):
         return "" if self._given is None else self._given.dialect.driver
 
     async def close(self) -> None:
+        await self.lost_claims.close()
         await self._notifier.close()
         engines = self._engines.pop(asyncio.get_running_loop(), None)
         if engines is not None:
@@ -185,6 +188,9 @@ class PostgresqlStore(SqlStore):
 
     def is_own_conflict(self, error: BaseException) -> bool:
         return _state(error) in _CONFLICTS
+
+    def keeps_snapshot(self, connection: Connection) -> bool:
+        return self._snapshots.are_kept(connection)
 
     def create(self, connection: Connection) -> None:
         if self.missing(connection):  # a role that may not create is fine when there is nothing to create

@@ -65,6 +65,7 @@ class _Round:
         self.claims = {queue: SqlClaim(store, each.lease, token=self.token) for queue, each in wanted.items()}
         self.room = {queue: each.limit for queue, each in wanted.items()}
         self.all_routed = False
+        self.unanswered = False  # whether a statement that leases was sent, and what it did is not known
         self.taken = 0
         self.routed: Counter[str] = Counter()
         self.unroutable: dict[str, int] = {}
@@ -73,6 +74,7 @@ class _Round:
 
     def hold(self, rows: Sequence[Sequence[Any]]) -> None:
         """What was routed straight: rows that end with their queue and how many messages were due."""
+        self.unanswered = False
         for queue, leased in self._by_queue(rows).items():
             self.routed[queue] += len(leased)
             self.room[queue] -= len(leased)
@@ -147,9 +149,10 @@ class SqlRouting:
             if not round.all_routed:
                 rest = due | {"limit": limit - round.taken}
                 await self._store.transact(lambda connection: self._route(connection, rest, unroutable, round))
-        except BaseException:
-            for claim in round.claims.values():
-                await claim.give_back()
+                round.unanswered = False
+        except BaseException as error:
+            for queue, claim in round.claims.items():
+                await claim.give_up(queue, error, unanswered=round.unanswered)
             raise
         return round.result()
 
@@ -166,6 +169,7 @@ class SqlRouting:
 
     async def _route_straight(self, parameters: Mapping[str, Any], round: _Round) -> None:
         """All in one statement, if it knows everything that is due. What it does not know is left alone."""
+        round.unanswered = True
         await self._store.route_straight({**parameters, "token": round.token}, round.hold)
         for queue, dead in round.dead.items():
             claim = round.claims[queue]
@@ -217,6 +221,7 @@ class SqlRouting:
                 connection.execute(self._copy_to, {"ids": self._store.listed(ids), "queue": queue})
         taken, left = ids[: room.get(stays, 0)], ids[room.get(stays, 0) :]
         if taken:
+            round.unanswered = True
             room[stays] -= len(taken)
             chosen = {"ids": self._store.listed(taken), "queue": stays}
             leased = connection.execute(self._move_and_lease, chosen | claims[stays].terms).all()

@@ -66,6 +66,7 @@ from outbox.stores.dead_letters import SqlDeadLetters
 from outbox.stores.finish import finish
 from outbox.stores.heads import BEGINNING
 from outbox.stores.idle import ask_the_doubtful
+from outbox.stores.lost_claims import LostClaims
 from outbox.stores.receiving import SqlReceiving
 from outbox.stores.routing import SqlRouting
 from outbox.stores.rows import CLAIMED, EXPIRATION_PASSED, LONGEST_HISTORY, as_seconds, history_line, message_row
@@ -119,6 +120,7 @@ class SqlStore(Spelling):
         self.settling = SettleStatements(self)
         self.routing = SqlRouting(self)
         self.receiving = SqlReceiving(self)
+        self.lost_claims = LostClaims(self)
         self._wakeup = Wakeup()
         self._ready = False
 
@@ -265,6 +267,9 @@ class SqlStore(Spelling):
 
     def is_own_conflict(self, error: BaseException) -> bool:
         """Whether a driver's own error says that a transaction could not be fitted between others."""
+        return False
+
+    def keeps_snapshot(self, connection: Connection) -> bool:
         return False
 
     def isolation(self, level: str) -> Mapping[str, Any]:

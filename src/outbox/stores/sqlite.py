@@ -111,6 +111,7 @@ class SqliteStore(SqlStore):
         return await asyncio.to_thread(_untouched, self._given.url, work)
 
     async def close(self) -> None:
+        await self.lost_claims.close()
         if self._pulse is not None:
             self._pulse.cancel()
             self._pulse = None

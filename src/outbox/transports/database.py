@@ -166,6 +166,10 @@ class DatabaseDelivery:
     def lease(self) -> Lease:
         return self._batch.claim.lease_on(self.attempt)
 
+    @property
+    def claim(self) -> Claim:
+        return self._batch.claim
+
     def settle(self, outcome: Outcome) -> Landing:
         return self._batch.settle(self.attempt.id, outcome)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack
-from datetime import timedelta
+from datetime import datetime, timedelta
 
 import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
@@ -24,6 +24,7 @@ from outbox.testing.store.cases import (
     queued,
     renewed,
     settled,
+    soon,
     write,
 )
 
@@ -137,6 +138,34 @@ class ClaimingCases(StoreCases):
             assert await claimed(store) == []
             assert await claim.settle({claim.attempts[0].id: Done()}) == frozenset()
 
+    async def test_a_lease_that_is_renewed_once_lasts_longer_and_is_not_renewed_before_it_shall_be(
+        self, engine: AsyncEngine, store: Store
+    ) -> None:
+        await queued(engine, store, message(), message())
+
+        async def leases() -> list[datetime]:
+            stored = sorted(await store.list_messages(), key=lambda each: each.row_id)
+            return [each.leased_until for each in stored if each.leased_until is not None]
+
+        async with store.claim(2, lease=timedelta(seconds=2), destination="q") as claim:
+            first, second = await leases()
+            longer = [min(attempt.id for attempt in claim.attempts)]
+            await claim.renew_once(longer, timedelta(seconds=30))
+            once = (await leases())[0]
+            assert once - first > timedelta(seconds=25)
+
+            async def other_was_renewed() -> bool:
+                return (await leases())[1] > second
+
+            await soon(other_was_renewed)
+            assert (await leases())[0] == once
+            claim.renew_again(longer)
+
+            async def with_the_others() -> bool:
+                return (await leases())[0] < once
+
+            await soon(with_the_others)
+
     @pytest.mark.parametrize("outcome", OUTCOMES)
     async def test_a_worker_whose_lease_expired_writes_nothing(
         self, engine: AsyncEngine, store: Store, outcome: str
@@ -199,7 +228,7 @@ class ClaimingCases(StoreCases):
         await queued(engine, store, message())
         async with AsyncExitStack() as stack:
             claim = await self.expired(stack, store)
-            await claim._renew_once({attempt.id for attempt in claim.attempts})  # type: ignore[attr-defined]
+            await claim.renew_once({attempt.id for attempt in claim.attempts}, LEASE)
             assert len(await claimed(store)) == 1
 
     async def test_of_messages_whose_last_start_never_ended_one_is_claimed_with_all_others(

@@ -1,0 +1,193 @@
+"""Listeners at REPEATABLE READ or SERIALIZABLE: the renewal of their own lease is not in their way."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from sqlalchemy import event, select, text
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
+from sqlalchemy.orm import Session
+
+from outbox import Listener, Outbox
+from outbox.core.attempt import Dead, Done
+from outbox.core.events import Conflicted, LeaseWasLost
+from tests.conftest import MakeOutbox
+
+from .strategies import Effects, Watch, emit
+
+ASYNCPG = pytest.mark.parametrize("database_url", ["postgresql+asyncpg"], indirect=True)
+
+LEASE = 1.5  # seconds: it is renewed at a third
+LONG = 0.7  # seconds that a listener takes: the lease would be renewed meanwhile, and has not run out
+LIMIT = 20.0
+
+
+@pytest.fixture
+def watch() -> Watch:
+    return Watch()
+
+
+@pytest.fixture
+async def effects(outbox: Outbox, table_name: str) -> Effects:
+    effects = Effects(outbox, table_name)
+    await effects.create()
+    return effects
+
+
+class Long:
+    """A listener of each kind that reads, takes long, and writes."""
+
+    def __init__(self, effects: Effects, kind: str, **options: Any) -> None:
+        self._effects = effects
+        self.runs = 0
+        callback = {"async": self._awaited, "plain": self._plain, "list": self._many}[kind]
+        batch = 10 if kind == "list" else None
+        self.listener = Listener("#", callback, queue="q", retry_delays=(), timeout=LIMIT, batch=batch, **options)
+
+    async def _awaited(self, body: int, session: AsyncSession) -> None:
+        await self._many([body], session)
+
+    async def _many(self, bodies: list[int], session: AsyncSession) -> None:
+        self.runs += 1
+        await session.execute(select(self._effects.table))
+        await asyncio.sleep(LONG)
+        for body in bodies:
+            await session.execute(self._effects.write(str(body)))
+
+    def _plain(self, body: int, session: Session) -> None:
+        self.runs += 1
+        session.execute(select(self._effects.table))
+        time.sleep(LONG)
+        session.execute(self._effects.write(str(body)))
+
+
+@ASYNCPG
+@pytest.mark.parametrize(
+    "kind, level", [("async", "REPEATABLE READ"), ("plain", "SERIALIZABLE"), ("list", "repeatable_read")]
+)
+async def test_a_listener_that_keeps_its_snapshot_may_take_longer_than_a_third_of_its_lease(
+    make_outbox: MakeOutbox, watch: Watch, effects: Effects, kind: str, level: str
+) -> None:
+    outbox = make_outbox(lease=LEASE, observers=[watch])
+    long = Long(effects, kind, isolation_level=level)
+    await emit(outbox, 1)
+    async with outbox.running(listeners=[long.listener]):
+        assert await watch.outcomes(1) == [Done(in_transaction=True)]
+    assert (long.runs, watch.of(Conflicted), watch.of(LeaseWasLost)) == (1, [], [])
+    assert await effects.all() == ["1"]
+
+
+@asynccontextmanager
+async def strict_engine(url: str, where: str) -> AsyncIterator[AsyncEngine]:
+    """An engine whose transactions keep their snapshots, although no listener says so."""
+    if where == "engine":
+        engine = create_async_engine(url, isolation_level="REPEATABLE READ")
+    elif "asyncpg" in url:
+        settings = {"default_transaction_isolation": "repeatable read"}
+        engine = create_async_engine(url, connect_args={"server_settings": settings})
+    else:
+        options = r"-c default_transaction_isolation=repeatable\ read"
+        engine = create_async_engine(url, connect_args={"options": options})
+    try:
+        yield engine
+    finally:
+        await engine.dispose()
+
+
+@pytest.mark.parametrize(
+    "database_url, where",
+    [("postgresql+asyncpg", "engine"), ("postgresql+asyncpg", "server"), ("postgresql+psycopg", "server")],
+    indirect=["database_url"],
+)
+async def test_the_same_where_it_is_the_default(
+    make_outbox: MakeOutbox, watch: Watch, effects: Effects, database_url: str, where: str
+) -> None:
+    async with strict_engine(database_url, where) as engine:
+        outbox = make_outbox(db_engine=engine, lease=LEASE, observers=[watch])
+        long = Long(effects, "async")
+        await emit(outbox, 1, 2, 3)
+        async with outbox.running(listeners=[long.listener]):
+            assert await watch.outcomes(3) == [Done(in_transaction=True)] * 3
+    assert (long.runs, watch.of(Conflicted), watch.of(LeaseWasLost)) == (3, [], [])
+    assert sorted(await effects.all()) == ["1", "2", "3"]
+
+
+@ASYNCPG
+async def test_its_lease_lasts_for_its_timeout_and_the_grace_and_others_are_renewed_meanwhile(
+    make_outbox: MakeOutbox, watch: Watch, effects: Effects
+) -> None:
+    """One at a time: the second message waits in the same claim as the first."""
+    outbox = make_outbox(lease=LEASE, grace=5, observers=[watch])
+    leases: list[tuple[datetime, ...]] = []
+
+    async def look() -> tuple[datetime, ...]:
+        stored = sorted(await outbox.messages(), key=lambda each: each.row_id)
+        return tuple(each.leased_until for each in stored if each.leased_until is not None)
+
+    async def listener(body: int, session: AsyncSession) -> None:
+        await session.execute(effects.write(str(body)))
+        leases.append(await look())
+        while body == 1 and leases[-1][1] == leases[0][1]:
+            await asyncio.sleep(0.01)
+            leases.append(await look())
+
+    began = datetime.now(UTC)
+    options: dict[str, Any] = {"isolation_level": "REPEATABLE READ", "timeout": LIMIT, "concurrency": 1}
+    await emit(outbox, 1, 2)
+    async with outbox.running(listeners=[Listener("#", listener, queue="q", retry_delays=(), **options)]):
+        assert await watch.outcomes(2) == [Done(in_transaction=True)] * 2
+    assert watch.of(Conflicted) == []
+    own, others = leases[0]
+    assert own - began > timedelta(seconds=LIMIT + 5) and others - began < timedelta(seconds=LIMIT)
+    assert leases[-2][0] == own and leases[-2][1] > others
+
+
+@ASYNCPG
+async def test_what_on_error_writes_in_such_a_transaction_commits_with_the_end_of_the_attempt(
+    make_outbox: MakeOutbox, watch: Watch, effects: Effects, database_url: str
+) -> None:
+    async def listener(body: int, session: AsyncSession) -> None:
+        raise ValueError("failed")
+
+    async def on_error(error: BaseException, message: object, session: AsyncSession, attempt: object) -> None:
+        await session.execute(select(effects.table))
+        await asyncio.sleep(LONG)
+        await session.execute(effects.write("noted"))
+
+    async with strict_engine(database_url, "server") as engine:
+        outbox = make_outbox(db_engine=engine, lease=LEASE, observers=[watch])
+        await emit(outbox, 1)
+        noting = Listener("#", listener, queue="q", retry_delays=(), on_error=on_error, timeout=LIMIT)
+        async with outbox.running(listeners=[noting]):
+            [outcome] = await watch.outcomes(1)
+    assert isinstance(outcome, Dead) and outcome.in_transaction
+    assert await effects.all() == ["noted"]
+    assert watch.of(Conflicted) == []
+
+
+@ASYNCPG
+async def test_a_listener_that_reads_anew_with_each_statement_costs_no_further_statement(
+    make_outbox: MakeOutbox, watch: Watch, database_url: str
+) -> None:
+    """Its lease is renewed while it runs, and nothing is asked for a second message."""
+    engine = create_async_engine(database_url)
+    outbox = make_outbox(db_engine=engine, observers=[watch])
+    statements: list[str] = []
+
+    async def listener(body: int, session: AsyncSession) -> None:
+        await session.execute(text("SELECT 'its own'"))
+
+    async with outbox.running(listeners=[Listener("#", listener, queue="q")]):
+        await emit(outbox, 1)
+        await watch.outcomes(1)
+        event.listen(engine.sync_engine, "before_cursor_execute", lambda *told: statements.append(told[2]))
+        await emit(outbox, 2)
+        await watch.outcomes(2)
+    await engine.dispose()
+    assert [statement.split()[0] for statement in statements] == ["INSERT", "SELECT", "DELETE"]
