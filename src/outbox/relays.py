@@ -11,8 +11,9 @@ from outbox.core.store import Store
 from outbox.core.transport import Awaited, Takers, Transport
 from outbox.outbound.circuit import Breaker, Circuits
 from outbox.outbound.cleanup import Cleanup
-from outbox.outbound.publishing import SIDE_BY_SIDE, Publisher
+from outbox.outbound.publishing import Publisher
 from outbox.outbound.relay import Relay, Round
+from outbox.outbound.rounds import Rounds
 from outbox.outbound.routing import NOBODY, Router
 from outbox.settings import Settings
 from outbox.transports.database import DatabaseTransport
@@ -99,7 +100,7 @@ class Relays:
             self._settings.seconds_between_looks,
             "relay" if destination is None else f"relay to {destination}",
             back=transport.back if isinstance(transport, Awaited) else None,
-            side_by_side=SIDE_BY_SIDE,
+            rounds=Rounds(publisher),
         )
 
     def _breaker(self, circuits: Circuits, destination: str | None) -> Breaker:
@@ -135,7 +136,7 @@ class Relays:
         name: str,
         *,
         back: Callable[[], Awaitable[None]] | None = None,
-        side_by_side: int = 1,
+        rounds: Rounds | None = None,
     ) -> Relay:
         return Relay(
             work,
@@ -145,7 +146,7 @@ class Relays:
             name=name,
             back=back,
             restart_delay=self._settings.restart_delay,
-            side_by_side=side_by_side,
+            rounds=rounds,
         )
 
 

@@ -6,9 +6,12 @@ from datetime import timedelta
 
 import pytest
 
+from outbox.core.errors import TransportClosed
 from outbox.core.events import Event, Troubled
 from outbox.outbound import relay as relay_module
+from outbox.outbound import rounds as side_by_side
 from outbox.outbound.relay import Relay, unless
+from outbox.outbound.rounds import Sending
 from outbox.stores.finish import finish
 
 LONG = 30.0  # seconds that no test sleeps
@@ -192,18 +195,36 @@ class Batches(Rounds):
         super().__init__(*rounds)
         self.under_way = self.most_under_way = 0
 
-    async def round(self) -> int:
+    async def round(self, sending: Sending = lambda count: None) -> int:
         self.under_way += 1
         self.most_under_way = max(self.most_under_way, self.under_way)
         try:
             await asyncio.sleep(0)
-            return await super().round()
+            count = await super().round()
+            if count:
+                sending(count)
+                await self.answers(count)
+            return count
         finally:
             self.under_way -= 1
 
+    async def answers(self, count: int) -> None:
+        await asyncio.sleep(0.01)
+
     async def relay(self) -> None:
-        relay = Relay(self, wait=self.wait, poll_interval=0.4, observe=self.events.append, name="relay", side_by_side=2)
+        relay = Relay(
+            self,
+            wait=self.wait,
+            poll_interval=0.4,
+            observe=self.events.append,
+            name="relay",
+            rounds=side_by_side.Rounds(self, 2),
+        )
         await asyncio.wait_for(relay.run(self.stop), LONG)
+
+    @property
+    def errors(self) -> list[str]:
+        return [str(event.error) for event in self.events if isinstance(event, Troubled)]
 
 
 async def test_while_batches_are_full_two_are_under_way() -> None:
@@ -211,6 +232,7 @@ async def test_while_batches_are_full_two_are_under_way() -> None:
     batches.left += [0, 0]
     await batches.relay()
     assert batches.most_under_way == 2
+    assert batches.pauses == [0.05, 0.1]
 
 
 async def test_a_batch_that_is_not_full_is_followed_by_none() -> None:
@@ -222,22 +244,107 @@ async def test_a_batch_that_is_not_full_is_followed_by_none() -> None:
 async def test_a_batch_that_fails_cuts_no_other() -> None:
     batches = Batches(5, OSError("away"), 5, 0, 0)
     await batches.relay()
-    assert [str(event.error) for event in batches.events if isinstance(event, Troubled)] == ["away"]
+    assert batches.errors == ["away"]
     assert (batches.under_way, batches.left) == (0, [])
 
 
 async def test_a_stop_begins_no_further_batch() -> None:
     batches = Batches(*[5] * 20)
-    rounds = 0
 
-    async def round() -> int:
-        nonlocal rounds
-        rounds += 1
-        if rounds == 4:
+    async def answers(count: int) -> None:
+        if len(batches.left) == 16:
             batches.stop.set()
         await asyncio.sleep(0)
-        return 5
 
-    batches.round = round  # type: ignore[method-assign]
+    batches.answers = answers  # type: ignore[method-assign]
     await batches.relay()
-    assert rounds <= 5
+    assert len(batches.left) >= 15
+
+
+class Stuck(Batches):
+    """Batches without an answer until the test gives one, or an error."""
+
+    def __init__(self, *rounds: int | Exception) -> None:
+        super().__init__(*rounds)
+        self.given: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def answers(self, count: int) -> None:
+        await asyncio.shield(self.given)
+
+    async def until(self, left: int) -> None:
+        async with asyncio.timeout(LONG):
+            while len(self.left) > left:
+                await asyncio.sleep(0.01)
+
+
+async def test_a_batch_without_an_answer_keeps_no_other_from_beginning_and_not_too_many_do() -> None:
+    batches = Stuck(1, 1, 1, 0)
+    relay = asyncio.create_task(batches.relay())
+    await batches.until(left=2)
+    await asyncio.sleep(3 * side_by_side.STUCK)
+    assert (len(batches.left), batches.under_way) == (2, 2)
+    batches.given.set_result(None)
+    await relay
+    assert (batches.under_way, batches.most_under_way) == (0, 2)
+
+
+async def test_a_relay_sleeps_until_a_batch_in_the_background_has_ended_and_no_longer() -> None:
+    batches = Stuck(1, 0, 0)
+    woken = asyncio.Event()
+
+    async def wait(longest: float) -> None:
+        batches.pauses.append(longest)
+        if len(batches.pauses) == 2:
+            woken.set()
+            await asyncio.sleep(4 * LONG)
+
+    batches.wait = wait  # type: ignore[method-assign]
+    relay = asyncio.create_task(batches.relay())
+    await asyncio.wait_for(woken.wait(), LONG)
+    batches.given.set_result(None)
+    await relay
+    assert batches.left == []
+
+
+async def test_what_stuck_batches_end_with_is_told_once() -> None:
+    batches = Stuck(1, 1, 1, 0)
+    relay = asyncio.create_task(batches.relay())
+    await batches.until(left=2)
+    batches.given.set_exception(OSError("away"))
+    await relay
+    assert batches.errors == ["away"] * 2  # of the first two, and of the third, which began after that
+
+
+async def test_a_stop_waits_for_batches_that_have_begun_and_tells_how_they_failed() -> None:
+    batches = Stuck(1, 0, 0)
+    relay = asyncio.create_task(batches.relay())
+    await batches.until(left=1)
+    batches.stop.set()
+    await asyncio.sleep(0.05)
+    assert not relay.done()
+    batches.given.set_exception(OSError("away"))
+    await relay
+    assert batches.errors == ["away"]
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+async def test_a_relay_that_is_cancelled_takes_its_batches_with_it(stopped: bool) -> None:
+    batches = Stuck(1, 0, 0, 0, 0, 0, 0, 0)
+    relay = asyncio.create_task(batches.relay())
+    await batches.until(left=6)
+    if stopped:
+        batches.stop.set()
+        await asyncio.sleep(0.05)
+    relay.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await relay
+    assert batches.under_way == 0
+
+
+async def test_a_transport_that_is_closed_ends_the_relay_whichever_batch_meets_it() -> None:
+    batches = Stuck(1, *[0] * 1000)
+    relay = asyncio.create_task(batches.relay())
+    await batches.until(left=999)
+    batches.given.set_exception(TransportClosed("for good"))
+    with pytest.raises(TransportClosed):
+        await relay

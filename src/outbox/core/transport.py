@@ -69,6 +69,9 @@ class Published:
         return bool(self.confirmed or self.refused)
 
 
+Report = Callable[[Published], None]  # takes what is known of some messages of a batch; each is told once
+
+
 class Delivery(Protocol):
     """An attempt that a worker holds."""
 
@@ -181,6 +184,15 @@ class Adopting(Protocol):
     """A transport that was made by the application, and takes what it was not given from the settings."""
 
     def adopt(self, defaults: Defaults) -> None: ...
+
+
+@runtime_checkable
+class Reporting(Protocol):
+    """A transport that tells answers as they come: what it waits for delays nothing that was answered."""
+
+    async def publish_and_report(self, messages: Sequence[Message], report: Report) -> Published:
+        """As `publish`, which it is called instead of. The result holds what was reported, too."""
+        ...
 
 
 @runtime_checkable

@@ -6,7 +6,7 @@ import asyncio
 import random
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, nullcontext, suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -18,6 +18,7 @@ from outbox.core.store import Circuit, CircuitState, Store
 
 LOOK_EVERY = 1.0  # seconds between two looks at what other relays found out
 SHORTEST, LONGEST = 1.0, 7.5  # seconds of pause, doubling: whoever comes back is asked within ten
+LONGEST_TURN = 1.0  # seconds that a round without an answer keeps others back while less than a batch passes
 JITTER = 0.2  # of a pause, either way: relays of many services must not come back at the same moment
 
 
@@ -70,6 +71,13 @@ class Passage:
     probing: bool = False
     probe: int | None = None  # what the database calls the probe, once it is this round's
     began: float = 0.0
+    answered: bool = False
+    one_by_one: asyncio.Lock | None = None  # held while no other round may begin
+
+    def let_others_pass(self) -> None:
+        lock, self.one_by_one = self.one_by_one, None
+        if lock is not None:
+            lock.release()
 
 
 class Breaker:
@@ -107,22 +115,27 @@ class Breaker:
 
     @asynccontextmanager
     async def passage(self) -> AsyncIterator[Passage]:
-        """A way for one round: beside others only while whole batches pass."""
-        async with nullcontext() if self._room >= self._largest else self._one_by_one:
-            passage = await self._passage()
-            try:
-                yield passage
-            except BaseException:
-                await self._give_up(passage)
-                raise
+        """A way for one round: beside others only while whole batches pass, or if they wait long for answers."""
+        passage = Passage(self._room)
+        if self._room < self._largest:
+            await self._one_by_one.acquire()
+            passage.one_by_one = self._one_by_one
+        try:
+            await self._look(passage)
+            yield passage
+        except BaseException:
+            await self._give_up(passage)
+            raise
+        finally:
+            passage.let_others_pass()
 
-    async def _passage(self) -> Passage:
-        if self._circuits.known(self._destination) is None:
-            return Passage(self._room)
-        if await self._circuits.look(self._destination) is None:
-            return Passage(self._room)
-        self._room = 1
-        return Passage(0 if self._circuits.remaining(self._destination) else 1, probing=True)
+    async def _look(self, passage: Passage) -> None:
+        passage.room = self._room
+        known = self._circuits.known(self._destination)
+        if known is not None and await self._circuits.look(self._destination) is not None:
+            self._room = 1
+            passage.room = 0 if self._circuits.remaining(self._destination) else 1
+            passage.probing = True
 
     async def passes(self, passage: Passage) -> bool:
         """Whether what was claimed may go out: asked when there is something, because all of this costs statements."""
@@ -133,20 +146,24 @@ class Breaker:
             self._room = 1
             return False
         passage.began = self._clock()
+        asyncio.get_running_loop().call_later(LONGEST_TURN, passage.let_others_pass)
         return not passage.probing or passage.probe is not None
 
     async def answered(self, passage: Passage) -> None:
         """The destination said something, be it no."""
         self._answered_at = self._clock()
-        if passage.probing or self._circuits.known(self._destination) is not None:
+        if passage.probe is not None or self._circuits.known(self._destination) is not None:
             if await self._store.close_circuit(self._destination):
                 self._observe(CircuitClosed(self._destination))
             self._circuits.closed(self._destination)
         passage.probe = None
-        self._room = min(self._largest, self._room * 2)
+        if not passage.answered:
+            passage.answered = True
+            self._room = min(self._largest, self._room * 2)
+        passage.let_others_pass()
 
-    async def failed(self, passage: Passage, error: str) -> timedelta:
-        """No answer came to anything of a round; for how long the message of a probe should not be tried again."""
+    async def failed(self, passage: Passage, error: str, *, alone: bool) -> timedelta:
+        """No answer came to anything of a round; for how long a message that was alone in it should not be tried."""
         if self._answered_at > passage.began:  # to somebody else one did: it is there
             return NO_DELAY
         pause, probe = self._pause(passage.probe or 0, error), passage.probe
@@ -156,7 +173,7 @@ class Breaker:
             self._observe(CircuitOpened(self._destination, error, pause))
         passage.probe = None
         await self._circuits.look(self._destination)
-        return NO_DELAY if probe is None else pause
+        return pause if alone else NO_DELAY
 
     def held(self) -> float:
         """Seconds to sleep before another round makes sense; none if there is no reason to."""

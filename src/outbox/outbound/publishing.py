@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, suppress
 from datetime import timedelta
 
 from outbox.core.attempt import Attempt, Dead, Done, Outcome, Reason, Released, RetryIn
@@ -14,11 +14,12 @@ from outbox.core.errors import TransportUnavailable
 from outbox.core.events import LeaseWasLost, Observer, Relayed
 from outbox.core.retry import RetryPolicy
 from outbox.core.store import Claim, Store
-from outbox.core.transport import Published, Transport
+from outbox.core.transport import Published, Refusal, Reporting, Transport
 from outbox.outbound.circuit import Breaker, Passage
+from outbox.outbound.rounds import Sending
+from outbox.outbound.settling import Settling
 
 DEADLINE = 30.0  # seconds after which a publish that has not answered is in doubt
-SIDE_BY_SIDE = 4  # batches under way while there is more than one: two are sent, one comes, one is written
 
 LONGEST_RETRY_AFTER = timedelta(hours=1)  # whatever a destination asks for
 
@@ -49,13 +50,14 @@ class Publisher:
         self._observe = observe
         self._destination = destination
         self._breaker = breaker
+        self._answered_at = float("-inf")  # when the transport last told of an answer, by the loop's clock
 
-    async def round(self) -> int:
-        """Publish one batch; how many messages it held."""
+    async def round(self, sending: Sending = lambda count: None) -> int:
+        """Publish one batch; how many messages it held. `sending` is called when they are handed over."""
         if self._breaker is None:
-            return await self._openly()
+            return await self._openly(sending)
         async with self._breaker.passage() as passage:
-            return await self._guarded(self._breaker, passage)
+            return await self._guarded(self._breaker, passage, sending)
 
     async def wait(self, longest: float) -> None:
         """Sleep until there may be something to publish, and somebody to take it."""
@@ -66,17 +68,19 @@ class Publisher:
             longest = longest if self._breaker is None else self._breaker.patience(longest)
             await self._store.wait(longest, destination=self._destination)
 
-    async def _openly(self) -> int:
+    async def _openly(self, sending: Sending) -> int:
         async with self._claim(self._largest) as claim:
             if not claim.attempts:
                 return 0
-            published = await self._publish(claim.attempts)
-            await self._settle(claim, published)
-        if not published.answered:
+            sending(len(claim.attempts))
+            async with self._settling(claim) as settling:
+                published = await self._publish(claim.attempts, settling)
+                await settling.finish(published, Released())
+        if not settling.answered:
             raise self._nothing(claim.attempts, published)
         return len(claim.attempts)
 
-    async def _guarded(self, breaker: Breaker, passage: Passage) -> int:
+    async def _guarded(self, breaker: Breaker, passage: Passage, sending: Sending) -> int:
         """The same where relays tell each other that no answer comes. A round without one counts as empty."""
         self.batch_size = max(1, min(self._largest, passage.room))
         if not passage.room:
@@ -84,19 +88,23 @@ class Publisher:
         async with self._claim(self.batch_size) as claim:
             if not claim.attempts or not await breaker.passes(passage):
                 return 0  # what was claimed is given back
-            try:
-                published = await self._publish(claim.attempts)
-                error = self._nothing(claim.attempts, published)
-            except TransportUnavailable as unavailable:
-                published, error = Published(), unavailable
-            if published.answered:
-                await self._settle(claim, published)
-            elif not published.asked and not passage.probing:
-                return 0  # what was claimed is given back
-            else:
-                # Another message goes first next time: this one may be what its destination cannot bear.
-                await self._settle(claim, published, await breaker.failed(passage, str(error)))
-                return 0
+            sending(len(claim.attempts))
+            async with self._settling(claim, lambda: breaker.answered(passage)) as settling:
+                try:
+                    published = await self._publish(claim.attempts, settling)
+                    error = self._nothing(claim.attempts, published)
+                except TransportUnavailable as unavailable:
+                    published, error = Published(), unavailable
+                if settling.answered or published.answered:
+                    await settling.finish(published, Released())
+                elif not published.asked and not passage.probing:
+                    return 0  # what was claimed is given back
+                else:
+                    # Another message goes first next time: this one may be what its destination cannot bear.
+                    alone = len(claim.attempts) == 1
+                    pause = await breaker.failed(passage, str(error), alone=alone)
+                    await settling.finish(published, Released(pause))
+                    return 0
         await breaker.answered(passage)
         return len(claim.attempts)
 
@@ -107,30 +115,50 @@ class Publisher:
         why = f": {published.silence}" if published.silence else ""
         return TransportUnavailable(f"{self._transport.name} confirmed nothing of {len(attempts)} messages{why}")
 
-    async def _settle(self, claim: Claim, published: Published, pause: timedelta = NO_DELAY) -> None:
-        outcomes = {attempt.id: self._outcome(attempt, published, pause) for attempt in claim.attempts}
-        lost = await claim.settle(outcomes)
-        self._tell(claim.attempts, outcomes, lost)
+    def _settling(self, claim: Claim, heard: Callable[[], Awaitable[None]] | None = None) -> Settling:
+        async def write(outcomes: Mapping[int, Outcome]) -> None:
+            lost = await claim.settle(outcomes)
+            self._tell([attempt for attempt in claim.attempts if attempt.id in outcomes], outcomes, lost)
+            if heard is not None and settling.answered:
+                with suppress(Exception):  # it is told again at the end
+                    await heard()
 
-    async def _publish(self, attempts: Sequence[Attempt]) -> Published:
+        settling = Settling(claim, self._outcome, write)
+        return settling
+
+    async def _publish(self, attempts: Sequence[Attempt], settling: Settling) -> Published:
         """What the transport says within the deadline. It sees each message id once, whatever the claim held."""
         messages = list({attempt.message.id: attempt.message for attempt in attempts}.values())
+        now = asyncio.get_running_loop().time
+        began = now()
+
+        def report(published: Published) -> None:
+            self._answered_at = now()
+            settling.report(published)
+
         try:
             async with asyncio.timeout(DEADLINE):
-                return await self._transport.publish(messages)
+                if isinstance(self._transport, Reporting):
+                    published = await self._transport.publish_and_report(messages, report)
+                else:
+                    published = await self._transport.publish(messages)
         except TimeoutError:
-            return Published()
+            if self._answered_at <= began:
+                return Published()
+            # Answers came to other messages meanwhile, so this is about those that got none.
+            silence = Refusal(f"{self._transport.name} gave no answer within {DEADLINE:g} s, and answered others")
+            return Published(refused=dict.fromkeys(settling.waiting, silence))
         except asyncio.CancelledError:
             if cancelled_from_outside():
                 raise
             return Published()  # the client library's own end, not ours: everything is in doubt
+        if published.answered:
+            self._answered_at = now()
+        return published
 
-    def _outcome(self, attempt: Attempt, published: Published, pause: timedelta) -> Outcome:
-        if attempt.message.id in published.confirmed:
-            return _DONE
-        refusal = published.refused.get(attempt.message.id)
+    def _outcome(self, attempt: Attempt, refusal: Refusal | None) -> Outcome:
         if refusal is None:
-            return Released(pause)  # in doubt: it is published again, and burns no attempt
+            return _DONE
         if refusal.permanent:
             return Dead(Reason.REFUSED, refusal.error)
         delay = self._retry_policy.delay(attempt.attempt_count, RefusedError(refusal.error))

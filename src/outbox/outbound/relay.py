@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Protocol
 
 from outbox.core.errors import TransportClosed, TransportUnavailable
 from outbox.core.events import Observer, Troubled
 from outbox.core.pace import Pace, RestartDelay, Trouble
+from outbox.outbound.rounds import Rounds
 
 SHORTEST_TROUBLE, LONGEST_TROUBLE = 0.2, 30.0  # seconds of pause after an error, doubling
 LONGEST_AWAY = 2.0  # seconds of pause while the destination is away: nothing was asked of it, so asking costs nothing
@@ -39,10 +41,10 @@ class Relay:
         name: str,
         back: Callable[[], Awaitable[None]] | None = None,  # waits for a destination that is away
         restart_delay: RestartDelay | None = None,
-        side_by_side: int = 1,  # rounds under way while batches are full: one may claim or settle while another sends
+        rounds: Rounds | None = None,  # of the same work, where one may begin while others wait for answers
     ) -> None:
         self._work = work
-        self._side_by_side = side_by_side
+        self._rounds = rounds
         self._wait = wait
         self._back = back
         self._pace = Pace(poll_interval)
@@ -52,15 +54,20 @@ class Relay:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Work until `stop`. A round that has begun is finished."""
+        async with nullcontext() if self._rounds is None else self._rounds:
+            await self._run(stop)
+        for error in () if self._rounds is None else self._rounds.errors():
+            self._observe(Troubled(self._name, error, timedelta(0)))
+
+    async def _run(self, stop: asyncio.Event) -> None:
         while not stop.is_set():
             try:
-                taken = await self._work.round()
+                taken = await self._next(stop)
                 if taken:
                     self._pace.reset()
-                if taken >= self._work.batch_size and self._side_by_side > 1:
-                    taken = await self._several(stop)
                 if taken < self._work.batch_size:  # nothing is left, or somebody would have rung the bell
-                    await unless(stop, self._wait(self._pace.pause()))
+                    ending = () if self._rounds is None else self._rounds.ending
+                    await unless(stop, self._wait(self._pace.pause()), *ending)
                 self._trouble.reset()
             except TransportClosed:
                 raise
@@ -72,30 +79,26 @@ class Relay:
                 if away and self._back is not None:
                     await unless(stop, self._back())
 
-    async def _several(self, stop: asyncio.Event) -> int:
-        """Rounds side by side until one is not full; how much that one held. Whichever fails, no other is cut."""
-        ends = await asyncio.gather(*(self._one_of(stop) for _ in range(self._side_by_side)), return_exceptions=True)
-        for end in ends:
-            if isinstance(end, BaseException):
-                raise end
-        return min(end for end in ends if isinstance(end, int))
-
-    async def _one_of(self, stop: asyncio.Event) -> int:
-        taken = self._work.batch_size
-        while taken >= self._work.batch_size and not stop.is_set():
-            taken = await self._work.round()
-        return taken
+    async def _next(self, stop: asyncio.Event) -> int:
+        if self._rounds is None:
+            return await self._work.round()
+        if self._rounds.full:
+            await unless(stop, self._rounds.one_ended())
+            if stop.is_set():
+                return 0
+        return await self._rounds.next()
 
 
-async def unless(stop: asyncio.Event, sleep: Awaitable[None]) -> None:
-    """Sleep, but not past a stop."""
+async def unless(stop: asyncio.Event, sleep: Awaitable[None], *events: asyncio.Event) -> None:
+    """Sleep, but not past a stop, nor past other events."""
     sleeping = asyncio.timeout(None)
 
-    async def wake() -> None:
-        await stop.wait()
-        sleeping.reschedule(0)
+    async def wake(event: asyncio.Event) -> None:
+        await event.wait()
+        if not sleeping.expired():
+            sleeping.reschedule(0)
 
-    stopping = asyncio.ensure_future(wake())
+    waking = [asyncio.ensure_future(wake(event)) for event in (stop, *events)]
     try:
         async with sleeping:
             await sleep
@@ -103,4 +106,5 @@ async def unless(stop: asyncio.Event, sleep: Awaitable[None]) -> None:
         if not sleeping.expired():
             raise
     finally:
-        stopping.cancel()
+        for each in waking:
+            each.cancel()

@@ -16,7 +16,7 @@ import pytest
 
 from outbox.core.errors import ConfigurationError
 from outbox.core.message import Message
-from outbox.core.transport import Transport
+from outbox.core.transport import Published, Reporting, Transport
 from outbox.testing.transport_contract import SOON, listener, message
 
 REFUSED = "order.refused"  # routing keys that a destination treats badly
@@ -93,6 +93,23 @@ class PublishingContract:
         assert ignored.id not in published.confirmed
         assert other.id in published.confirmed
         assert destination.taken == [other.id]
+
+    async def test_what_is_answered_is_reported_before_the_rest_is_given_up(
+        self, transport: Transport, destination: Destination
+    ) -> None:
+        if not isinstance(transport, Reporting):
+            pytest.skip("it tells all answers at once")
+        sent = [message(IGNORED), message(), message(REFUSED)]
+        told: asyncio.Queue[Published] = asyncio.Queue()
+        publishing = asyncio.create_task(transport.publish_and_report(sent, told.put_nowait))
+        async with asyncio.timeout(SOON):
+            first, second = await told.get(), await told.get()
+            assert not publishing.done()
+            publishing.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await publishing
+        assert first.confirmed | second.confirmed == {sent[1].id}
+        assert {*first.refused, *second.refused} == {sent[2].id}
 
     async def test_whoever_is_cancelled_ends_at_once(self, transport: Transport, destination: Destination) -> None:
         publishing = asyncio.create_task(transport.publish([message(IGNORED)]))

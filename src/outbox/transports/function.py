@@ -9,7 +9,7 @@ from outbox.core.cancellation import cancelled_from_outside
 from outbox.core.errors import ConfigurationError
 from outbox.core.listener import Listener
 from outbox.core.message import Message
-from outbox.core.transport import Delivery, Features, Published, Refusal
+from outbox.core.transport import Delivery, Features, Published, Refusal, Report
 
 WITHIN = 20.0  # seconds for one message; less than the relay gives to the whole batch
 
@@ -23,6 +23,7 @@ class FunctionTransport:
 
     def __init__(self, publish: Callable[[Message], Awaitable[object]]) -> None:
         self._publish = publish
+        self._answered_at = float("-inf")  # when it last returned or raised, by the loop's clock
 
     @property
     def route(self) -> str:
@@ -39,10 +40,12 @@ class FunctionTransport:
         """And so it closes."""
 
     async def publish(self, messages: Sequence[Message]) -> Published:
-        confirmed: set[str] = set()
-        refused: dict[str, Refusal] = {}
-        await asyncio.gather(*(self._one(message, confirmed, refused) for message in messages))
-        return Published(frozenset(confirmed), refused)
+        return await self.publish_and_report(messages, lambda published: None)
+
+    async def publish_and_report(self, messages: Sequence[Message], report: Report) -> Published:
+        answers = await asyncio.gather(*(self._one(message, report) for message in messages))
+        confirmed = frozenset[str]().union(*(answer.confirmed for answer in answers))
+        return Published(confirmed, {id: why for answer in answers for id, why in answer.refused.items()})
 
     async def declare(self, listeners: Sequence[Listener]) -> None:
         raise ConfigurationError("a function only publishes: a worker needs a transport that delivers")
@@ -50,17 +53,26 @@ class FunctionTransport:
     def consume(self, listener: Listener, prefetch: int) -> AsyncIterator[Delivery]:
         raise ConfigurationError("a function only publishes: a worker needs a transport that delivers")
 
-    async def _one(self, message: Message, confirmed: set[str], refused: dict[str, Refusal]) -> None:
+    async def _one(self, message: Message, report: Report) -> Published:
+        now = asyncio.get_running_loop().time
+        began = now()
         try:
             async with asyncio.timeout(WITHIN):
                 await self._publish(message)
-        except TimeoutError:
-            pass  # in doubt, and only this one: what the others answered counts
+        except TimeoutError as error:
+            if self._answered_at <= began:
+                return Published()  # in doubt: the destination may be away
+            why = str(error) or f"no answer within {WITHIN:g} s"
+            return Published(refused={message.id: Refusal(f"{why}, while others were answered")})
         except asyncio.CancelledError:
             if cancelled_from_outside():
                 raise
             # A client library that dies cancels what it was doing: in doubt, which means published again.
+            return Published()
         except Exception as error:  # noqa: BLE001 - whatever it raises means: not sent
-            refused[message.id] = Refusal(f"{type(error).__name__}: {error}")
+            answer = Published(refused={message.id: Refusal(f"{type(error).__name__}: {error}")})
         else:
-            confirmed.add(message.id)
+            answer = Published(frozenset([message.id]))
+        self._answered_at = now()
+        report(answer)
+        return answer

@@ -20,7 +20,7 @@ from outbox.core.durations import Seconds, as_lifetime, configured
 from outbox.core.errors import ConfigurationError
 from outbox.core.listener import Listener
 from outbox.core.message import Message
-from outbox.core.transport import Defaults, Delivery, Features, Published, Refusal
+from outbox.core.transport import Defaults, Delivery, Features, Published, Refusal, Report
 from outbox.transports.http.answers import is_taken, refusal
 from outbox.transports.http.exchange import Exchange
 from outbox.transports.http.guard import AddressRefused, CheckedResolver, check_url, checked_socket
@@ -118,7 +118,10 @@ class HttpTransport:
             await self._exchange.close()
 
     async def publish(self, messages: Sequence[Message]) -> Published:
-        batch = _Batch(iter(messages), last_start=self._now() + (BATCH_WITHIN - self._timeout).total_seconds())
+        return await self.publish_and_report(messages, lambda published: None)
+
+    async def publish_and_report(self, messages: Sequence[Message], report: Report) -> Published:
+        batch = _Batch(iter(messages), self._now() + (BATCH_WITHIN - self._timeout).total_seconds(), report)
         await asyncio.gather(*(self._work(batch) for _ in range(min(self._concurrency, len(messages)))))
         # Only now: a request may have failed before another one of its time was answered.
         for silence in batch.silences:
@@ -172,16 +175,16 @@ class HttpTransport:
             error = f"no answer within {self._timeout.total_seconds():g} s"
             batch.silences.append(_Silence(message.id, trial, error))
         except AddressRefused as error:
-            batch.refused[message.id] = Refusal(f"{self._place.host}: {error}")
+            batch.refuse(message.id, Refusal(f"{self._place.host}: {error}"))
         except (aiohttp.ClientError, OSError) as error:
             batch.silences.append(_Silence(message.id, trial, self._hidden(_described(error).encode()).decode()))
         except Exception as error:  # noqa: BLE001 - one message that cannot be sent must not take others with it
-            batch.refused[message.id] = Refusal(_described(error))
+            batch.refuse(message.id, Refusal(_described(error)))
         else:
             if found is None:
-                batch.confirmed.add(message.id)
+                batch.confirm(message.id)
             else:
-                batch.refused[message.id] = found
+                batch.refuse(message.id, found)
 
     async def _answer(self, message: Message, trial: _Trial) -> Refusal | None:
         """Why the destination does not take the message; None if it does."""
@@ -252,9 +255,18 @@ class _Batch:
 
     messages: Iterator[Message]  # shared by those who post them
     last_start: float  # by the loop's clock
+    report: Report
     confirmed: set[str] = field(default_factory=set)
     refused: dict[str, Refusal] = field(default_factory=dict)
     silences: list[_Silence] = field(default_factory=list)
+
+    def confirm(self, id: str) -> None:
+        self.confirmed.add(id)
+        self.report(Published(frozenset((id,))))
+
+    def refuse(self, id: str, refusal: Refusal) -> None:
+        self.refused[id] = refusal
+        self.report(Published(refused={id: refusal}))
 
 
 def _described(error: Exception) -> str:

@@ -1,0 +1,124 @@
+"""Rounds: a relay's batches under way. One claims at a time; one that waits for answers holds up no other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import TracebackType
+from typing import Protocol, Self
+
+from outbox.core.errors import TransportClosed
+
+SIDE_BY_SIDE = 4  # rounds that are open at once
+STUCK = 0.1  # seconds that a batch which is not full may wait for its answers before the next round begins
+
+Sending = Callable[[int], None]  # called once when a round has claimed so much and hands it over
+
+
+class Publishing(Protocol):
+    """A round that spends most of its time waiting for answers."""
+
+    @property
+    def batch_size(self) -> int: ...
+
+    async def round(self, sending: Sending) -> int:
+        """How much of a batch there was."""
+        ...
+
+
+class Rounds:
+    """At most so many rounds at once, each in a task of its own, which gives back or settles what it claimed.
+
+    The next round begins when the last one has ended, has claimed a whole batch, or has waited long for answers. An
+    error of a round that goes on beside others is raised with the next round; one that began before an error that was
+    raised already is no news.
+    """
+
+    def __init__(self, work: Publishing, most: int = SIDE_BY_SIDE) -> None:
+        self._work = work
+        self._most = most
+        self._open: dict[asyncio.Task[int], int] = {}  # with the number of errors that were raised before it began
+        self._errors = 0
+        self._ended = asyncio.Event()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """What has begun is finished, unless the relay is cancelled."""
+        if kind is not None and not issubclass(kind, Exception):
+            self._cancel()
+        try:
+            await self._until_all_ended()
+        except asyncio.CancelledError:
+            self._cancel()
+            await self._until_all_ended()
+            raise
+
+    @property
+    def full(self) -> bool:
+        return len(self._open) >= self._most
+
+    @property
+    def ending(self) -> tuple[asyncio.Event, ...]:
+        """What is set when a round ends that went on in the background: it may have given messages back."""
+        return (self._ended,) if self._open else ()
+
+    async def one_ended(self) -> None:
+        """Wait for a place."""
+        await asyncio.wait(self._open, return_when=asyncio.FIRST_COMPLETED)
+
+    async def next(self) -> int:
+        """Run a round until the next one may begin; how much it claimed."""
+        self._ended.clear()
+        for ended in [each for each in self._open if each.done()]:
+            self._end(ended)
+        loop = asyncio.get_running_loop()
+        passed: asyncio.Future[int] = loop.create_future()
+
+        def sending(count: int) -> None:
+            if count >= self._work.batch_size:
+                _pass(passed, count)
+            else:
+                loop.call_later(STUCK, _pass, passed, count)
+
+        def ended_now(round: asyncio.Task[int]) -> None:
+            if passed.done():
+                self._ended.set()
+            _pass(passed, 0)
+
+        round = loop.create_task(self._work.round(sending), name="outbox round")
+        self._open[round] = self._errors
+        round.add_done_callback(ended_now)
+        count = await passed
+        return self._end(round) if round.done() else count
+
+    def errors(self) -> list[Exception]:
+        """Of rounds that ended after the last one began."""
+        found = [round.exception() for round in self._open if not round.cancelled()]
+        return [error for error in found if isinstance(error, Exception)]
+
+    def _end(self, round: asyncio.Task[int]) -> int:
+        errors = self._open.pop(round)
+        try:
+            return round.result()
+        except Exception as error:
+            if errors < self._errors and not isinstance(error, TransportClosed):
+                return 0
+            self._errors += 1
+            raise
+
+    def _cancel(self) -> None:
+        for round in self._open:
+            round.cancel()
+
+    async def _until_all_ended(self) -> None:
+        if self._open:
+            await asyncio.wait(self._open)
+
+
+def _pass(passed: asyncio.Future[int], count: int) -> None:
+    if not passed.done():
+        passed.set_result(count)

@@ -1,0 +1,107 @@
+"""Settling: writes what became of a claim's messages while others still wait for their answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from types import TracebackType
+from typing import Self
+
+from outbox.core.attempt import Attempt, Outcome
+from outbox.core.store import Claim
+from outbox.core.transport import Published, Refusal
+
+SETTLE_WITHIN = 0.1  # seconds that an answer waits for others before it is written
+
+Judge = Callable[[Attempt, Refusal | None], Outcome]  # none: the message was confirmed
+Write = Callable[[Mapping[int, Outcome]], Awaitable[None]]
+
+
+class Settling:
+    """The end of a claim, in as many parts as its answers come in. What has no answer stays under its lease."""
+
+    def __init__(self, claim: Claim, judge: Judge, write: Write) -> None:
+        self._judge = judge
+        self._write = write
+        self._loop = asyncio.get_running_loop()
+        self._waiting: dict[str, list[Attempt]] = {}  # by message id: a claim may hold copies of one
+        for attempt in claim.attempts:
+            self._waiting.setdefault(attempt.message.id, []).append(attempt)
+        self._unwritten: dict[int, Outcome] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._writing: asyncio.Task[None] | None = None
+        self.answered = False  # whether the destination said anything at all
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Cut off, it writes the answers that it has; the claim gives the others back."""
+        await self._no_more_parts()
+        if kind is not None:
+            with suppress(Exception):  # then their leases run out
+                await self._write_unwritten()
+
+    @property
+    def waiting(self) -> list[str]:
+        """The ids of messages without an answer."""
+        return list(self._waiting)
+
+    def report(self, published: Published) -> None:
+        """Take answers, whenever they come."""
+        self._take(published)
+        self._write_soon()
+
+    async def finish(self, published: Published, rest: Outcome) -> None:
+        """No more answers will come: write what is left, and how it goes on for messages that got none."""
+        self._take(published)
+        await self._no_more_parts()
+        for attempts in self._waiting.values():
+            self._unwritten.update((attempt.id, rest) for attempt in attempts)
+        self._waiting.clear()
+        await self._write_unwritten()
+
+    def _take(self, published: Published) -> None:
+        for id in published.confirmed:
+            self._end(id, None)
+        for id, refusal in published.refused.items():
+            self._end(id, refusal)
+
+    def _end(self, id: str, refusal: Refusal | None) -> None:
+        self.answered = True
+        for attempt in self._waiting.pop(id, ()):
+            self._unwritten[attempt.id] = self._judge(attempt, refusal)
+
+    def _write_soon(self) -> None:
+        if self._unwritten and self._timer is None and self._writing is None:
+            self._timer = self._loop.call_later(SETTLE_WITHIN, self._begin_part)
+
+    def _begin_part(self) -> None:
+        self._timer = None
+        self._writing = self._loop.create_task(self._write_part(), name="outbox settlement")
+
+    async def _write_part(self) -> None:
+        part = dict(self._unwritten)
+        try:
+            await self._write_unwritten()
+        except Exception:  # noqa: BLE001 - it is written with later answers or at the end, and there an error counts
+            self._unwritten = part | self._unwritten
+            self._writing = None
+        else:
+            self._writing = None
+            self._write_soon()
+
+    async def _write_unwritten(self) -> None:
+        unwritten, self._unwritten = self._unwritten, {}
+        if unwritten:
+            await self._write(unwritten)
+
+    async def _no_more_parts(self) -> None:
+        while self._writing is not None:
+            await asyncio.wait([self._writing])
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

@@ -1,0 +1,322 @@
+"""Messages that get no answer while others do: nothing waits for them, and they are not tried for ever."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from outbox import Message, Outbox, Reason, RetryPolicy
+from outbox.core.attempt import Dead, Done, RetryIn
+from outbox.core.events import CircuitOpened, Relayed, Troubled
+from outbox.core.transport import Features, Published, Refusal, Report
+from outbox.outbound import circuit, publishing
+from outbox.outbound.circuit import Breaker, Circuits
+from outbox.outbound.publishing import Publisher
+from tests.conftest import MakeOutbox
+from tests.http_sink import HttpSink, by_type, hang
+from tests.seeds.observing import Recorder, eventually
+
+LEASE = timedelta(minutes=1)
+
+
+async def emit(outbox: Outbox, *routing_keys: str) -> list[str]:
+    sent = []
+    async with outbox.transaction() as session:
+        for routing_key in routing_keys:
+            message = await outbox.emit(session, routing_key, {})
+            assert message is not None
+            sent.append(message.id)
+    return sent
+
+
+class Portions:
+    """A transport that tells of each message as the test says."""
+
+    name = "portions"
+    features = Features(consumes=False, delays=False, keeps_dead_letters=False, shares_outages=True)
+    dead_letters = None
+
+    def __init__(self) -> None:
+        self.calls: list[list[str]] = []  # routing keys
+        self.go_on = asyncio.Event()  # for messages of the routing key "hangs"
+        self.error: type[Exception] | None = None
+
+    async def open(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def declare(self, listeners: Any) -> None: ...
+
+    def consume(self, listener: Any, prefetch: int) -> Any: ...
+
+    async def publish(self, messages: Sequence[Message]) -> Published:
+        raise AssertionError("it reports")
+
+    async def publish_and_report(self, messages: Sequence[Message], report: Report) -> Published:
+        self.calls.append([message.routing_key for message in messages])
+        confirmed = frozenset(message.id for message in messages if message.routing_key == "good")
+        refused = {message.id: Refusal("no") for message in messages if message.routing_key == "refused"}
+        for id in confirmed:
+            report(Published(frozenset([id])))
+        for id, refusal in refused.items():
+            report(Published(refused={id: refusal}))
+        if len(confirmed) + len(refused) < len(messages):
+            await self.go_on.wait()
+            if self.error is not None:
+                raise self.error
+        return Published(confirmed, refused)
+
+
+def publisher(
+    outbox: Outbox, transport: Any, recorder: Recorder, *, breaker: bool = False, batch: int = 8
+) -> Publisher:
+    circuits = Circuits(outbox.store)
+    guard = Breaker(outbox.store, circuits, None, batch_size=batch, lease=LEASE, observe=recorder)
+    return Publisher(
+        outbox.store,
+        transport,
+        batch_size=batch,
+        lease=LEASE,
+        retry_policy=RetryPolicy.sequence((60,)),
+        observe=recorder,
+        breaker=guard if breaker else None,
+    )
+
+
+@asynccontextmanager
+async def hanging(outbox: Outbox, *routing_keys: str, breaker: bool = False) -> AsyncIterator[Any]:
+    """A round in which one message hangs."""
+    transport, recorder = Portions(), Recorder()
+    await emit(outbox, "hangs", *routing_keys)
+    round = asyncio.create_task(publisher(outbox, transport, recorder, breaker=breaker).round())
+    await eventually(lambda: transport.calls)
+    yield transport, recorder, round
+    if not round.done():
+        transport.go_on.set()
+        await round
+
+
+async def rows(outbox: Outbox) -> dict[str, tuple[int, int, bool]]:
+    """Attempts, crashes, and whether it is leased."""
+    stored = await outbox.messages()
+    return {
+        each.message.routing_key: (each.attempt_count, each.crash_count, each.leased_until is not None)
+        for each in stored
+    }
+
+
+@pytest.mark.parametrize("breaker", [False, True])
+async def test_answers_are_written_while_another_message_has_none(outbox: Outbox, breaker: bool) -> None:
+    async with hanging(outbox, "good", "refused", "good", breaker=breaker) as (transport, recorder, round):
+        relayed = await recorder.wait_for(Relayed, 3)
+        assert sorted(type(each.outcome).__name__ for each in relayed) == ["Done", "Done", "RetryIn"]
+        assert await rows(outbox) == {"hangs": (0, 0, True), "refused": (1, 0, False)}
+        assert not round.done()
+        transport.go_on.set()
+        assert await round == 4
+        assert await rows(outbox) == {"hangs": (0, 0, False), "refused": (1, 0, False)}
+    assert recorder.of(CircuitOpened) == []
+
+
+async def test_a_round_that_is_cancelled_writes_the_answers_that_came_and_gives_the_rest_back(outbox: Outbox) -> None:
+    async with hanging(outbox, "good", "good") as (transport, recorder, round):
+        round.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await round
+        assert await rows(outbox) == {"hangs": (0, 0, False)}
+    assert [type(each.outcome) for each in recorder.of(Relayed)] == [Done, Done]
+    assert len(transport.calls) == 1
+
+
+async def test_a_client_that_breaks_takes_back_no_answer(outbox: Outbox) -> None:
+    async with hanging(outbox, "good") as (transport, _, round):
+        transport.error = RuntimeError
+        transport.go_on.set()
+        with pytest.raises(RuntimeError):
+            await round
+        assert await rows(outbox) == {"hangs": (0, 0, False)}
+
+
+async def test_what_has_no_answer_at_the_deadline_while_others_got_one_loses_an_attempt(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publishing, "DEADLINE", 0.3)
+    async with hanging(outbox, "good", breaker=True) as (_, recorder, round):
+        assert await round == 2
+        assert await rows(outbox) == {"hangs": (1, 0, False)}
+    assert [type(each.outcome) for each in recorder.of(Relayed)] == [Done, RetryIn]
+
+
+# Relays, over HTTP and with a function.
+
+
+Destination = tuple[Any, Callable[[str], bool], Callable[[], Awaitable[None]]]  # whether a message came; give up
+
+
+@asynccontextmanager
+async def over_http() -> AsyncIterator[Destination]:
+    async with HttpSink() as sink:
+        sink.behave(by_type({"hangs": hang()}))
+
+        async def give_up() -> None:
+            await sink.stop()
+            await sink.start()
+
+        yield sink.url, lambda id: id in sink.ids, give_up
+
+
+@asynccontextmanager
+async def by_a_function() -> AsyncIterator[Destination]:
+    came: list[str] = []
+    over = asyncio.Event()
+
+    async def publish(message: Message) -> None:
+        came.append(message.id)
+        if message.routing_key == "hangs":
+            await over.wait()
+            raise TimeoutError("no answer")
+
+    async def give_up() -> None:
+        over.set()
+
+    yield publish, lambda id: id in came, give_up
+
+
+@pytest.mark.parametrize("destination", [over_http, by_a_function])
+async def test_a_message_at_which_its_destination_hangs_delays_no_other_and_loses_attempts(
+    make_outbox: MakeOutbox, destination: Any
+) -> None:
+    recorder = Recorder()
+    async with destination() as (transport, came, give_up):
+        outbox = make_outbox(transport=transport, observers=[recorder], relay_retry_delays=(60,))
+        async with outbox.running(relay=True):
+            [bad] = await emit(outbox, "hangs")
+            await eventually(lambda: came(bad))
+            for number in range(10):
+                [good] = await emit(outbox, "good")
+                await eventually(lambda good=good: came(good))
+                await recorder.wait_for(Relayed, number + 1)
+            assert {type(each.outcome) for each in recorder.of(Relayed)} == {Done}
+            await give_up()
+            relayed = await recorder.wait_for(Relayed, 11)
+            assert (relayed[-1].attempt.message.id, type(relayed[-1].outcome)) == (bad, RetryIn)
+            assert await rows(outbox) == {"hangs": (1, 0, False)}
+    assert recorder.of(CircuitOpened) + recorder.of(Troubled) == []
+
+
+async def test_a_message_that_hangs_is_dead_when_its_delays_are_used_up(make_outbox: MakeOutbox) -> None:
+    answered = 0
+
+    async def publish(message: Message) -> None:
+        nonlocal answered
+        if message.routing_key == "good":
+            answered += 1
+            return
+        before = answered
+        await eventually(lambda: answered > before)
+        raise TimeoutError
+
+    recorder = Recorder()
+    outbox = make_outbox(transport=publish, observers=[recorder], relay_retry_delays=(0.01, 0.01))
+
+    async def dead() -> list[Dead]:
+        await emit(outbox, "good")
+        return [each.outcome for each in recorder.of(Relayed) if isinstance(each.outcome, Dead)]
+
+    async with outbox.running(relay=True):
+        await emit(outbox, "hangs")
+        [outcome] = await eventually(dead)
+    assert outcome.reason is Reason.EXHAUSTED
+    [letter] = await outbox.dead_letters.list()
+    assert (letter.attempt_count, letter.error) == (3, "no answer within 20 s, while others were answered")
+
+
+async def test_a_function_that_answers_nothing_burns_no_attempt(make_outbox: MakeOutbox) -> None:
+    calls = 0
+
+    async def publish(message: Message) -> None:
+        nonlocal calls
+        calls += 1
+        raise TimeoutError
+
+    outbox = make_outbox(transport=publish, relay_retry_delays=())
+    async with outbox.running(relay=True):
+        await emit(outbox, "one", "two")
+        await eventually(lambda: calls > 4)
+    assert {each.attempt_count for each in await outbox.messages()} == {0}
+    assert await outbox.dead_letters.list() == []
+
+
+async def test_three_messages_that_hang_one_after_the_other_leave_a_round_for_the_rest(make_outbox: MakeOutbox) -> None:
+    came: list[str] = []
+    answered = asyncio.Event()
+
+    async def publish(message: Message) -> None:
+        came.append(message.id)
+        if message.routing_key == "hangs":
+            await answered.wait()
+            raise TimeoutError
+        answered.set()
+
+    outbox = make_outbox(transport=publish, relay_retry_delays=(60,))
+    async with outbox.running(relay=True):
+        for _ in range(3):
+            [bad] = await emit(outbox, "hangs")
+            await eventually(lambda bad=bad: bad in came)
+        [good] = await emit(outbox, "good")
+        await eventually(lambda: good in came)
+
+
+# Circuits.
+
+
+async def test_a_lone_message_without_an_answer_is_not_the_probe_if_there_is_another(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(circuit, "SHORTEST", 0.2)
+    transport, recorder = Portions(), Recorder()
+    transport.go_on.set()
+    relay = publisher(outbox, transport, recorder, breaker=True)
+    await emit(outbox, "hangs")
+    assert await relay.round() == 0
+    await recorder.wait_for(CircuitOpened)
+    await emit(outbox, "good")
+
+    async def probed() -> bool:
+        await asyncio.sleep(0.02)
+        return await relay.round() == 1
+
+    await eventually(probed)
+    assert transport.calls == [["hangs"], ["good"]]
+
+
+async def test_while_traffic_grows_back_a_round_without_an_answer_keeps_others_waiting_no_longer_than_a_moment(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(circuit, "SHORTEST", 0.05)
+    monkeypatch.setattr(circuit, "LONGEST_TURN", 0.05)
+    transport, recorder = Portions(), Recorder()
+    relay = publisher(outbox, transport, recorder, breaker=True)
+    transport.go_on.set()
+    await emit(outbox, "hangs")
+    await relay.round()
+    await emit(outbox, "good")
+    await eventually(lambda: _one(relay))
+    transport.go_on.clear()
+    stuck = asyncio.create_task(relay.round())
+    await eventually(lambda: transport.calls[-1] == ["hangs"])
+    await emit(outbox, "good")
+    assert await relay.round() == 1
+    assert not stuck.done()
+    transport.go_on.set()
+    await stuck
+
+
+async def _one(relay: Publisher) -> bool:
+    await asyncio.sleep(0.02)
+    return await relay.round() == 1
