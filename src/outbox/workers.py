@@ -82,6 +82,7 @@ class Workers:
                 store,
                 self._memory,
                 listener.queue,
+                queue_name=self._queue_name(listener),
                 batch_size=settings.batch_size,
                 redact_error=settings.redact_error or str,
                 observe=self._observe,
@@ -109,10 +110,11 @@ class Workers:
         sessions = self._engines.sessions(store, listener) if store else None
         takes_lists = listener.batch is not None
         kind_of_inbox = BatchInbox if takes_lists else Inbox
-        inbox = kind_of_inbox(store, self._memory) if store else None
+        queue_name = self._queue_name(listener)
+        also = None if queue_name is None else listener.queue
+        inbox = kind_of_inbox(store, self._memory, queue_name or listener.queue, also=also) if store else None
         conflicts = Conflicts(store, listener.queue, self._observe) if store else None
         leases = Leases(store, settings.duration("grace")) if store else None
-        queue_name = self._transport.queue_name(listener.queue) if isinstance(self._transport, Naming) else None
         call = Call(
             listener,
             sessions,
@@ -146,6 +148,11 @@ class Workers:
             observe=self._observe,
             failing=self._failing(listener, sessions, threads, conflicts, leases),
         )
+
+    def _queue_name(self, listener: Listener) -> str | None:
+        """What the destination calls the listener's queue, if that is something else."""
+        name = self._transport.queue_name(listener.queue) if isinstance(self._transport, Naming) else listener.queue
+        return None if name == listener.queue else name
 
     def _failing(
         self,

@@ -45,7 +45,7 @@ async def consuming(outbox: Outbox) -> AsyncIterator[DatabaseTransport]:
 
 
 def handle(connection: Any, outbox: Outbox, delivery: DatabaseDelivery) -> None:
-    with Inbox(outbox.store, Memory(NEVER)).entered(connection, "q", delivery):
+    with Inbox(outbox.store, Memory(NEVER), "q").entered(connection, "q", delivery):
         pass
 
 

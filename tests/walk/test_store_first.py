@@ -293,8 +293,8 @@ async def test_a_commit_of_unknown_outcome_is_not_acknowledged_and_stored_again_
 ) -> None:
     receive = outbox.store.receive
 
-    async def answer_is_lost(queue: str, messages: list[Message]) -> Receipt:
-        receipt = await receive(queue, messages)
+    async def answer_is_lost(queue: str, messages: list[Message], **options: Any) -> Receipt:
+        receipt = await receive(queue, messages, **options)
         if receipt.stored:
             raise ConnectionError("cut while COMMIT was under way")
         return receipt

@@ -263,8 +263,11 @@ class Store(Feed, Protocol):
         """Deletes the timer if it still waits: one row or none."""
         ...
 
-    def remember(self, queue: str, message_id: str) -> tuple[Executable, Rows]:
-        """Enters a message in the inbox: one row the first time, then none."""
+    def remember(self, queue: str, message_id: str, *, also: str | None = None) -> tuple[Executable, Rows]:
+        """Enters a message in the inbox: one row the first time, then none.
+
+        With `also`, an entry under that name of the queue counts as well.
+        """
         ...
 
     def reception(self, queue: str, message: Message) -> Reception:
@@ -275,7 +278,9 @@ class Store(Feed, Protocol):
         """Execute one of these on the caller's connection; how many rows it wrote. Makes missing tables first."""
         ...
 
-    def remember_all(self, connection: Connection, queue: str, message_ids: Sequence[str]) -> set[str]:
+    def remember_all(
+        self, connection: Connection, queue: str, message_ids: Sequence[str], *, also: str | None = None
+    ) -> set[str]:
         """Enter many messages in the inbox, in a listener's transaction; which of them are new."""
         ...
 
@@ -368,7 +373,7 @@ class Store(Feed, Protocol):
         """Store messages, by their ids, straight in the queues named."""
         ...
 
-    async def receive(self, queue: str, messages: Sequence[Message]) -> Receipt:
+    async def receive(self, queue: str, messages: Sequence[Message], *, also: str | None = None) -> Receipt:
         """Store those messages in a queue that were not there before, by their ids, all in one transaction.
 
         One that the database cannot hold fails alone. If this raises, whether anything was stored is unknown: storing

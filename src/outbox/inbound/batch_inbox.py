@@ -36,7 +36,7 @@ class BatchInbox(Inbox):
             yield
             failed = [id for position, id in enumerate(delivery.message_ids) if position in delivery.failures]
             if failed:
-                self._store.forget(connection, queue, failed)
+                self._store.forget(connection, self._queue, failed)
 
     def _refuse(self, parts: Sequence[Part]) -> None:
         """Take out those that cannot be entered."""
@@ -48,7 +48,8 @@ class BatchInbox(Inbox):
     def _enter(self, connection: Connection, queue: str, together: Together) -> None:
         """Enter all of them; those that were handled before are not for the listener."""
         with self._entering(queue):
-            new = self._store.remember_all(connection, queue, together.message_ids)
+            ids = together.message_ids
+            new = self._store.remember_all(connection, self._queue, ids, also=self._also)
         if not new:
             raise Handled
         together.parts = [part for part in together.parts if part.delivery.attempt.message.id in new]

@@ -64,9 +64,11 @@ class Memory:
 class Inbox:
     """Ties a delivery's end to the listener's transaction."""
 
-    def __init__(self, store: Store, memory: Memory) -> None:
+    def __init__(self, store: Store, memory: Memory, queue: str, *, also: str | None = None) -> None:
         self._store = store
         self._memory = memory
+        self._queue = queue  # as its destination calls it: two services may each have one that a listener calls alike
+        self._also = also  # what the listener calls it, if that is something else: entries of that name count too
 
     def refusal(self, message: Message) -> TooOld | Undecodable | None:
         """Why there can be no entry for a message, if there cannot."""
@@ -91,7 +93,7 @@ class Inbox:
             refusal = self.refusal(delivery.attempt.message)
             if refusal is not None:
                 raise refusal
-            entry = self._store.remember(queue, delivery.attempt.message.id)
+            entry = self._store.remember(self._queue, delivery.attempt.message.id, also=self._also)
             with self._entering(queue):
                 is_new = self._store.write(connection, *entry)
             if not is_new:

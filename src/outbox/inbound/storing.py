@@ -30,6 +30,7 @@ class Storing:
         memory: Memory,
         queue: str,
         *,
+        queue_name: str | None = None,  # what the broker calls it, if that is something else
         batch_size: int,
         redact_error: Callable[[str], str],
         observe: Observer,
@@ -37,6 +38,7 @@ class Storing:
         self._store = store
         self._memory = memory
         self._queue = queue
+        self._also = queue_name  # what was handled without being stored first is known by that name
         self._batch_size = batch_size
         self._redact_error = redact_error
         self._observe = observe
@@ -69,7 +71,8 @@ class Storing:
         again = Pace(AGAIN[1], AGAIN[0])
         while batch := self._next():
             try:
-                receipt = await self._store.receive(self._queue, [delivery.attempt.message for delivery, _ in batch])
+                messages = [delivery.attempt.message for delivery, _ in batch]
+                receipt = await self._store.receive(self._queue, messages, also=self._also)
             except Exception as error:  # noqa: BLE001 - drivers throw what they like
                 # Whether it was committed is unknown, and nothing is acknowledged. Storing again does no harm.
                 pause = again.pause()

@@ -27,31 +27,31 @@ class SqlReceiving:
     def __init__(self, store: SqlStore) -> None:
         self._store = store
 
-    async def receive(self, queue: str, messages: Sequence[Message]) -> Receipt:
+    async def receive(self, queue: str, messages: Sequence[Message], also: str | None) -> Receipt:
         """Store what is new."""
-        receipt = await self._receive(queue, list({message.id: message for message in messages}.items()))
+        receipt = await self._receive(queue, list({message.id: message for message in messages}.items()), also)
         if receipt.stored:
             self._store.announce(queue)
         return receipt
 
-    async def _receive(self, queue: str, messages: Sequence[tuple[str, Message]]) -> Receipt:
+    async def _receive(self, queue: str, messages: Sequence[tuple[str, Message]], also: str | None) -> Receipt:
         try:
-            return Receipt(await self._store.transact(lambda connection: self._keep(connection, queue, messages)))
+            return Receipt(await self._store.transact(lambda connection: self._keep(connection, queue, messages, also)))
         except Exception as error:
             if not is_about_values(error):
                 raise
             if len(messages) == 1:
                 return Receipt(refused={messages[0][0]: f"the database cannot hold it: {_words(error)}"})
         middle = len(messages) // 2
-        first, second = await self._receive(queue, messages[:middle]), await self._receive(queue, messages[middle:])
+        first = await self._receive(queue, messages[:middle], also)
+        second = await self._receive(queue, messages[middle:], also)
         return Receipt(first.stored | second.stored, {**first.refused, **second.refused})
 
-    def _keep(self, connection: Connection, queue: str, messages: Sequence[tuple[str, Message]]) -> frozenset[str]:
-        # Always in the same order: two transactions with the same messages would wait for each other otherwise.
-        entries = [{"message_id": id} for id in sorted(id for id, _ in messages)]
-        chosen = {"queue": queue, "rows": self._store.json(entries)}
+    def _keep(
+        self, connection: Connection, queue: str, messages: Sequence[tuple[str, Message]], also: str | None
+    ) -> frozenset[str]:
         with _encoding():
-            new = frozenset(connection.execute(self._enter_many, chosen).scalars())
+            new = frozenset(self._store.remember_all(connection, queue, [id for id, _ in messages], also=also))
             if new:
                 self._store.place(connection, [placed_row(queue, message) for id, message in messages if id in new])
         return new
@@ -75,16 +75,6 @@ class SqlReceiving:
     def _enter(self) -> Any:
         entry = self._store.ignoring(self._store.tables.inbox).values(entered_at=self._store.clock())
         return entry.execution_options(preserve_rowcount=True)
-
-    @cached_property
-    def _enter_many(self) -> Any:
-        inbox = self._store.tables.inbox
-        rows = self._store.records("rows", {"message_id": String}).alias("received")
-        source = select(bindparam("queue", type_=String), rows.c.message_id, self._store.clock())
-        # Without a condition SQLite would read ON CONFLICT as one of a join.
-        entries = source.where(rows.c.message_id.is_not(None))
-        entering = self._store.ignoring(inbox).from_select(["queue", "message_id", "entered_at"], entries)
-        return entering.returning(inbox.c.message_id)
 
     @cached_property
     def place(self) -> Any:

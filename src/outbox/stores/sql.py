@@ -63,6 +63,7 @@ from outbox.core.store import (
 from outbox.stores import circuits, examination, looks
 from outbox.stores.claims import BURIAL, SettleStatements, SqlClaim, executed
 from outbox.stores.dead_letters import SqlDeadLetters
+from outbox.stores.entering import SqlEntering
 from outbox.stores.finish import finish
 from outbox.stores.heads import BEGINNING
 from outbox.stores.idle import ask_the_doubtful
@@ -121,6 +122,7 @@ class SqlStore(Spelling):
         self.routing = SqlRouting(self)
         self.receiving = SqlReceiving(self)
         self.lost_claims = LostClaims(self)
+        self.entering = SqlEntering(self)
         self._wakeup = Wakeup()
         self._ready = False
 
@@ -240,19 +242,19 @@ class SqlStore(Spelling):
     def cancel(self, timer_id: str) -> tuple[Executable, Rows]:
         return self._cancel, [{"timer_id": timer_id}]
 
-    def remember(self, queue: str, message_id: str) -> tuple[Executable, Rows]:
-        return self._remember, [{"entered_queue": queue, "entered_id": message_id}]
+    def remember(self, queue: str, message_id: str, *, also: str | None = None) -> tuple[Executable, Rows]:
+        return self.entering.one(queue, message_id, also)
 
     def reception(self, queue: str, message: Message) -> Reception:
         return self.receiving.reception(queue, message)
 
-    def remember_all(self, connection: Connection, queue: str, message_ids: Sequence[str]) -> set[str]:
-        rows = self.json([{"message_id": message_id} for message_id in message_ids])
-        return set(connection.execute(self._remember_all, {"queue": queue, "rows": rows}).scalars())
+    def remember_all(
+        self, connection: Connection, queue: str, message_ids: Sequence[str], *, also: str | None = None
+    ) -> set[str]:
+        return self.entering.many(connection, queue, message_ids, also)
 
     def forget(self, connection: Connection, queue: str, message_ids: Sequence[str]) -> None:
-        rows = self.json([{"message_id": message_id} for message_id in message_ids])
-        connection.execute(self._forget, {"queue": queue, "rows": rows})
+        self.entering.forget(connection, queue, message_ids)
 
     def complete(self, connection: Connection, leases: Sequence[Lease]) -> set[int]:
         rows = self.json([{"id": lease.id, "token": lease.token.hex} for lease in leases])
@@ -449,8 +451,8 @@ class SqlStore(Spelling):
     async def deliver(self, messages: Sequence[Message], destinations: Mapping[str, Sequence[str]]) -> None:
         await self.routing.deliver(messages, destinations)
 
-    async def receive(self, queue: str, messages: Sequence[Message]) -> Receipt:
-        return await self.receiving.receive(queue, messages)
+    async def receive(self, queue: str, messages: Sequence[Message], *, also: str | None = None) -> Receipt:
+        return await self.receiving.receive(queue, messages, also)
 
     def place(self, connection: Connection, rows: Rows) -> None:
         """Write messages that have their queues, as one batch."""
@@ -561,28 +563,6 @@ class SqlStore(Spelling):
     @cached_property
     def _insert(self) -> Insert:
         return insert(self.messages).values(**self._times()).inline().execution_options(preserve_rowcount=True)
-
-    @cached_property
-    def _remember(self) -> Executable:
-        entry = {"queue": bindparam("entered_queue"), "message_id": bindparam("entered_id"), "entered_at": self.clock()}
-        return self.ignoring(self.tables.inbox).values(entry).execution_options(preserve_rowcount=True)
-
-    @cached_property
-    def _remember_all(self) -> Any:
-        """In one order, whoever enters: of two lists with messages in common, one waits for the other."""
-        inbox, named = self.tables.inbox, self.records("rows", {"message_id": String}).alias("named")
-        chosen = select(bindparam("queue", type_=String), named.c.message_id, self.clock())
-        # Without a WHERE, SQLite takes the ON of what follows for the beginning of a join.
-        source = chosen.where(named.c.message_id.is_not(None)).order_by(named.c.message_id)
-        entries = self.ignoring(inbox).from_select(["queue", "message_id", "entered_at"], source)
-        return entries.returning(inbox.c.message_id)
-
-    @cached_property
-    def _forget(self) -> Executable:
-        inbox, named = self.tables.inbox, self.records("rows", {"message_id": String}).alias("named")
-        return delete(inbox).where(
-            inbox.c.queue == bindparam("queue", type_=String), inbox.c.message_id.in_(select(named.c.message_id))
-        )
 
     @cached_property
     def _insert_timer(self) -> Insert:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from datetime import UTC, datetime, timedelta
+from functools import partial
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 
@@ -258,6 +259,20 @@ class EmittingCases(StoreCases):
             assert await write(connection, store, *store.remember("b", "1")) == 1
             assert await connection.run_sync(store.remember_all, "a", ["3", "2", "1", "ü'\\"]) == {"1", "3", "ü'\\"}
             assert await connection.run_sync(store.remember_all, "a", ["1", "2"]) == set()
+
+    async def test_an_entry_under_another_name_of_the_queue_counts_where_it_is_named(
+        self, engine: AsyncEngine, store: Store
+    ) -> None:
+        async with engine.begin() as connection:
+            assert await connection.run_sync(store.remember_all, "a", ["1", "2"]) == {"1", "2"}
+            assert await write(connection, store, *store.remember("eu.a", "1", also="a")) == 0
+            assert await write(connection, store, *store.remember("eu.a", "3", also="a")) == 1
+            assert await write(connection, store, *store.remember("eu.a", "3", also="a")) == 0
+            entering = partial(store.remember_all, also="a")
+            assert await connection.run_sync(entering, "eu.a", ["1", "2", "3", "4"]) == {"4"}
+            assert await write(connection, store, *store.remember("us.a", "3", also="b")) == 1
+        received = await store.receive("a", [message(tracking_ids=(id,)) for id in ("3", "5")], also="eu.a")
+        assert received.stored == {"5"}
 
     async def test_inbox_entries_are_taken_out_again_by_the_transaction_that_made_them(
         self, engine: AsyncEngine, store: Store
