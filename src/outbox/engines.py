@@ -141,7 +141,7 @@ class ListenerSessions:
 
     def __init__(self, engines: Engines, store: Store) -> None:
         self._engines = engines
-        self._store = store
+        self.store = store
 
     def asynchronous(self, message: Message) -> AsyncSession:
         return self._engines.session(close_resets_only=False)  # whoever still has it then is too late
@@ -150,7 +150,7 @@ class ListenerSessions:
         return self._engines.plain_session()
 
     def turn(self) -> AbstractAsyncContextManager[None]:
-        return self._store.turn()
+        return self.store.turn()
 
 
 class ChosenSessions(ListenerSessions):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from datetime import timedelta
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
-from sqlalchemy import MetaData
+from sqlalchemy import Connection, MetaData
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
@@ -17,7 +17,7 @@ from outbox.adapters import routes_for, store_class, transport_for
 from outbox.core.binding import Binding
 from outbox.core.dead_letter import AllDeadLetters, DeadLetters
 from outbox.core.durations import Eta, Seconds
-from outbox.core.errors import ConfigurationError, TransportMismatch
+from outbox.core.errors import ConfigurationError, TransactionError, TransportMismatch
 from outbox.core.events import Started, Stopped
 from outbox.core.listener import Listener, check_listeners
 from outbox.core.message import Message
@@ -34,6 +34,7 @@ from outbox.inbound.storing import stored_first
 from outbox.observers import Observers
 from outbox.observers.logging import LoggingObserver
 from outbox.outbound.callers import at_once, awaited
+from outbox.outbound.commits import guard
 from outbox.outbound.connections import AnySession, PlainSession
 from outbox.outbound.emitter import Emitter, Key
 from outbox.outbound.hooks import Callback, HookedSession, after_commit, hooks_of
@@ -291,6 +292,7 @@ class Outbox:
     async def transaction(self) -> AsyncIterator[AsyncSession]:
         """A session of the outbox's own engine, begun: commits at the end, rolls back on an exception."""
         session = self.engines.session()
+        guard(session.sync_session, self._aborted)
         async with hooks_of(session), self.store.turn(for_caller=True), session, session.begin():
             with opened(self, session):
                 yield session
@@ -298,7 +300,14 @@ class Outbox:
     @contextmanager
     def _transaction_sync(self) -> Iterator[Session]:
         with self.engines.plain_session() as session, session.begin(), opened(self, session):
+            guard(session, self._aborted)
             yield session
+
+    def _aborted(self, connection: Connection) -> TransactionError | None:
+        """Why the database would keep nothing of a transaction; of one that is not known here nothing can be said."""
+        with suppress(ConfigurationError):
+            return self._store_for(connection.dialect.name).aborted(connection)
+        return None
 
     def transactional(self, function: Callable[..., Result]) -> Callable[..., Result]:
         """A decorator: the argument annotated AsyncSession or Session is one in a transaction, as of `transaction()`.
@@ -314,7 +323,7 @@ class Outbox:
         It may be async in a session of `transaction()` or `transactional`. It runs at most once, and what it raises
         goes to the observers: what must happen is a message.
         """
-        after_commit(session, callback, self._observe)
+        after_commit(session, callback, self._observe, self._aborted)
 
     # Working.
 

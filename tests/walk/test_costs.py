@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -11,6 +11,7 @@ from uuid import uuid4
 
 import pytest
 from sqlalchemy import Connection, Engine, event, make_url, text
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from outbox import Outbox
@@ -114,6 +115,22 @@ async def test_emitting_is_one_statement_in_the_callers_transaction(meter: Meter
         cost = await meter.cost(lambda: meter.outbox.emit_many(connection, "order.created", many))
         assert cost.statements == 1
         await connection.commit()
+
+
+async def test_whether_a_transaction_can_commit_costs_nothing_unless_a_statement_failed(meter: Meter) -> None:
+    async def work(*, fails: bool) -> None:
+        async with meter.outbox.transaction() as session:
+            await session.execute(text("SELECT 1"))
+            await session.execute(text("SAVEPOINT part"))
+            if fails:
+                with suppress(DBAPIError):
+                    await session.execute(text("SELECT 1 / 0"))
+            await session.execute(text("ROLLBACK TO part"))
+
+    await work(fails=True)  # what a driver prepares once is not counted
+    assert (await meter.cost(lambda: work(fails=False))).statements == 3
+    asked = 1 if meter.engine.dialect.driver == "asyncpg" else 0  # psycopg knows by itself
+    assert (await meter.cost(lambda: work(fails=True))).statements == 4 + asked
 
 
 async def test_a_batch_is_routed_and_leased_in_one_round_trip(meter: Meter) -> None:

@@ -20,6 +20,7 @@ from outbox.core.diagnosis import Claimable, Examination
 from outbox.core.durations import NO_DELAY, Retention
 from outbox.core.errors import TransactionError
 from outbox.core.message import Message, Schedule
+from outbox.core.transaction_state import TransactionState
 
 AnyEngine = TypeVar("AnyEngine", AsyncEngine, Engine)
 
@@ -307,6 +308,17 @@ class Store(Feed, Protocol):
         """Whether the connection's transaction, about to begin, cannot complete an attempt whose lease is renewed then.
 
         It sees what its first statement saw, and a row that was written since makes it fail.
+        """
+        ...
+
+    def state_of(self, connection: Connection) -> TransactionState:
+        """What the driver knows of the transaction on a caller's connection. Asks nobody."""
+        ...
+
+    def aborted(self, connection: Connection) -> TransactionError | None:
+        """Why COMMIT would keep nothing of a caller's transaction, if it would not.
+
+        Costs a round trip only if a statement has failed in it and the driver does not know what became of it.
         """
         ...
 

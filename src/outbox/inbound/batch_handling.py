@@ -18,6 +18,7 @@ from outbox.inbound.batch_arguments import BatchArguments
 from outbox.inbound.batch_inbox import Apart
 from outbox.inbound.batches import Batch, Part, Together
 from outbox.inbound.handling import Handling
+from outbox.inbound.own_end import TransactionEnded
 from outbox.inbound.threads import ThreadTimeout
 
 # These say nothing about any message.
@@ -120,11 +121,12 @@ class BatchHandling(Handling):
 def _may_be_one_messages(error: BaseException) -> bool:
     """Whether trying each message alone may tell whose fault it was.
 
-    The thread of a plain function that ran out of time goes on, with all of them: nobody is called beside it.
+    The thread of a plain function that ran out of time goes on, with all of them: nobody is called beside it. And what
+    a listener has committed by itself, a further call would repeat.
     """
     if isinstance(error, asyncio.CancelledError) and ABANDONED in error.args:
         return False
-    return not isinstance(error, (ThreadTimeout, *_OF_NO_MESSAGE))
+    return not isinstance(error, (ThreadTimeout, TransactionEnded, *_OF_NO_MESSAGE))
 
 
 def _told(error: BaseException) -> BaseException | None:

@@ -16,6 +16,7 @@ from sqlalchemy.orm import Session
 
 from outbox.core.listener import Listener
 from outbox.core.message import Message
+from outbox.core.store import Store
 from outbox.core.transport import Delivery
 from outbox.inbound.arguments import Arguments
 from outbox.inbound.batch_arguments import BatchArguments
@@ -31,6 +32,9 @@ SESSION_TIME_LIMIT = timedelta(seconds=15)  # a transaction that stays open long
 
 class Sessions(Protocol):
     """Where listeners' sessions come from."""
+
+    @property
+    def store(self) -> Store: ...
 
     def asynchronous(self, message: Message) -> AsyncSession: ...
 
@@ -126,7 +130,10 @@ class Call:
 
     def _terms(self, message: Message, limit: timedelta | None) -> Terms:
         options = None if self._isolation_of is None else self._isolation_of(message)
-        return Terms(self._listener.queue, None if limit is None else limit.total_seconds(), options)
+        assert self._sessions is not None  # noqa: S101 - checked before the worker starts
+        return Terms(
+            self._listener.queue, self._sessions.store, None if limit is None else limit.total_seconds(), options
+        )
 
     def _database(self, delivery: Delivery, limit: timedelta | None) -> tuple[Sessions, Around, Unrenewed]:
         sessions, leases, inbox, queue = self._sessions, self._leases, self._inbox, self._listener.queue

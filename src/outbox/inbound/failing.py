@@ -81,7 +81,7 @@ class Failing:
         return outcome
 
     async def _ask(self, asking: _Asking) -> None:
-        terms = Terms(self._queue, self._limit.total_seconds())
+        terms = Terms(self._queue, self._sessions.store, self._limit.total_seconds())
         message = asking.delivery.attempt.message
 
         def around(connection: Connection) -> AbstractContextManager[None]:

@@ -1,63 +1,164 @@
-"""OwnEnd: keeps a listener from ending the transaction that the worker ends."""
+"""OwnEnd: keeps a listener from ending the transaction that the worker ends, and notices if it did."""
 
 from __future__ import annotations
 
-from weakref import WeakKeyDictionary
+import re
+from weakref import WeakKeyDictionary, WeakSet, ref
 
-from sqlalchemy import event
+from sqlalchemy import Connection, Engine, event
 from sqlalchemy.orm import Session
 
-from outbox.core.errors import TransactionError
+from outbox.core.errors import Reject, TransactionError
+from outbox.core.store import Store
+from outbox.core.transaction_state import TransactionState
+
+# The first word of a statement decides: what follows in one text is seen when the driver's state is read.
+_ENDING = re.compile(
+    r"(?:\s|;|--[^\n]*\n|/\*.*?\*/)*"
+    r"(?:(COMMIT|END|ABORT|BEGIN|START\s+TRANSACTION|PREPARE\s+TRANSACTION)\b"
+    r"|(ROLLBACK)\b(?!\s+(?:(?:WORK|TRANSACTION)\s+)?TO\b))",
+    re.IGNORECASE | re.DOTALL,
+)
+
+
+class TransactionEnded(Reject):
+    """The listener ended its transaction on the driver's own connection. A retry would repeat what it has committed."""
 
 
 class OwnEnd:
-    """Watches a listener's session. A commit of the listener's own would escape the delivery's: it is refused."""
+    """Watches a listener's session and connection. A commit of the listener's own would escape the delivery's."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, store: Store) -> None:
+        self._session = ref(session)
+        self._store = store
+        self.connection: Connection | None = None
+        self._was_open = False  # the driver has said so
+        self.refused: str | None = None  # what the listener tried: SQLAlchemy's objects may be of no use after it
+        self._rolled_back = False  # by a flush that failed
         self._allowed = False
-        self._rolled_back = False
         self._ended = False
-        _watched[session] = self
+        _of_session[session] = self
+
+    def begun(self, connection: Connection) -> None:
+        """From here on the connection is watched."""
+        self.connection = connection
+        _of_connection[connection] = self
+        _watch(connection.engine)
 
     def allow(self) -> None:
-        """From here on it is the worker who ends the transaction; too late if the listener did."""
+        """From here on it is the worker who ends the transaction; too late if the listener did, or broke it."""
+        self.check()
+        self._allowed = True
+
+    def check(self) -> None:
+        """Refuse a transaction of which COMMIT would not keep everything."""
+        if self.refused is not None:
+            raise TransactionError(_refusal(self.refused))
+        self.check_ended()
+        aborted = None if self.connection is None else self._store.aborted(self.connection)
+        if aborted is not None:
+            raise aborted
         if self._rolled_back:
             raise TransactionError(
-                "the listener rolled back its session: leave that to the worker and raise an exception instead, or use "
-                "`session.begin_nested()` for a part"
+                "a flush failed and the listener went on, but SQLAlchemy has rolled the transaction back: let the "
+                "error out, or run what may fail in `session.begin_nested()`"
             )
-        self._allowed = True
+
+    def check_ended(self) -> None:
+        """Refuse a transaction that was ended on the driver's own connection."""
+        if self.connection is None or not self._was_open or self._rolled_back or self._allowed or self._ended:
+            return
+        if self._store.state_of(self.connection) in (TransactionState.IDLE, TransactionState.AUTOCOMMIT):
+            raise TransactionEnded(
+                "the listener ended its transaction on the driver's own connection. What it had written until then may "
+                "be committed and a retry would repeat it, so there is none: leave the end to the worker, and use a "
+                "session of its own for what must be committed by itself"
+            )
 
     def end(self) -> None:
         """It is over: a task that the listener left behind commits nothing either."""
         self._ended = True
+        if self.connection is not None:
+            _of_connection.pop(self.connection, None)
+
+    # What SQLAlchemy tells.
 
     def before_commit(self, session: Session) -> None:
         if self._ended:
-            raise TransactionError("the listener's transaction has ended: whoever still has its session is too late")
+            raise TransactionError("the listener's transaction has ended: its session cannot be committed any more")
         if not self._allowed and not session.in_nested_transaction():
-            raise TransactionError(
-                "the listener committed its session: leave that to the worker, who commits it together with the end of "
-                "the message; what must be committed by itself needs a session of its own"
-            )
+            raise TransactionError(_refusal("committed its session"))
 
-    def after_rollback(self, session: Session) -> None:
-        if not session.in_nested_transaction():
-            self._rolled_back = True
+    def before_end(self, what: str) -> None:
+        """The connection is about to send COMMIT or ROLLBACK."""
+        if self._allowed or self._ended:
+            return
+        if what == "rolled back" and getattr(self._session(), "_flushing", False):
+            self._rolled_back = True  # SQLAlchemy's own answer to a failure
+            return
+        self.refused = f"{what} its session or connection, or closed it"
+        raise TransactionError(_refusal(self.refused))
+
+    def before_statement(self, statement: str) -> None:
+        if self._allowed or self._ended:
+            return
+        ending = _ENDING.match(statement)
+        if ending is not None:
+            raise TransactionError(_refusal(f"executed {(ending[1] or ending[2]).upper()}"))
+        self.check_ended()
+
+    def after_statement(self, connection: Connection) -> None:
+        if not self._was_open:
+            self._was_open = self._store.state_of(connection) is TransactionState.OPEN
+
+
+def _refusal(what: str) -> str:
+    return (
+        f"the listener {what}: leave that to the worker, which commits the transaction together with the end of the "
+        "message, or rolls it back if the listener raises. For a part use `session.begin_nested()`; what must be "
+        "committed by itself needs a session of its own"
+    )
 
 
 # For all sessions at once: a session lives for a message, and to listen to each costs more than to pass over most.
 
-_watched: WeakKeyDictionary[Session, OwnEnd] = WeakKeyDictionary()
+_of_session: WeakKeyDictionary[Session, OwnEnd] = WeakKeyDictionary()
+_of_connection: WeakKeyDictionary[Connection, OwnEnd] = WeakKeyDictionary()
+_watched: WeakSet[Engine] = WeakSet()
 
 
 @event.listens_for(Session, "before_commit")
 def _before_commit(session: Session) -> None:
-    if (own_end := _watched.get(session)) is not None:
+    if (own_end := _of_session.get(session)) is not None:
         own_end.before_commit(session)
 
 
-@event.listens_for(Session, "after_rollback")
-def _after_rollback(session: Session) -> None:
-    if (own_end := _watched.get(session)) is not None:
-        own_end.after_rollback(session)
+def _watch(engine: Engine) -> None:
+    """Listen to an engine that workers use, once."""
+    if engine in _watched:
+        return
+    _watched.add(engine)
+    event.listen(engine, "commit", _committing)
+    event.listen(engine, "rollback", _rolling_back)
+    event.listen(engine, "before_cursor_execute", _executing)
+    event.listen(engine, "after_cursor_execute", _executed)
+
+
+def _committing(connection: Connection) -> None:
+    if (own_end := _of_connection.get(connection)) is not None:
+        own_end.before_end("committed")
+
+
+def _rolling_back(connection: Connection) -> None:
+    if (own_end := _of_connection.get(connection)) is not None:
+        own_end.before_end("rolled back")
+
+
+def _executing(connection: Connection, cursor: object, statement: str, *_: object) -> None:
+    if (own_end := _of_connection.get(connection)) is not None:
+        own_end.before_statement(statement)
+
+
+def _executed(connection: Connection, *_: object) -> None:
+    if (own_end := _of_connection.get(connection)) is not None:
+        own_end.after_statement(connection)

@@ -26,7 +26,7 @@ class Transaction(Protocol):
     @property
     def dialect(self) -> Dialect: ...
 
-    def not_atomic(self) -> str | None: ...
+    def not_atomic(self, store: Store) -> str | None: ...
 
     def write(self, store: Store, statement: Executable, rows: Rows) -> int: ...
 
@@ -56,10 +56,10 @@ class Receiver:
 
     def receive(self, transaction: Transaction, queue: str, message: Message, unwanted: Unwanted) -> bool:
         """Write it; False if it was there before."""
-        where = transaction.not_atomic()
+        store = self._store_for(transaction.dialect.name)
+        where = transaction.not_atomic(store)
         if where is not None:
             raise TransactionError(f"receive {where}: otherwise a message may be entered in the inbox and not stored")
-        store = self._store_for(transaction.dialect.name)
         reception = store.reception(queue, message)
         if not transaction.write(store, *reception.enter):
             self._observe(Received(queue, 0, duplicates=1))

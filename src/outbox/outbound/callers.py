@@ -16,11 +16,20 @@ from sqlalchemy.util import greenlet_spawn
 from outbox.core.errors import TransactionError
 from outbox.core.message import Message, Schedule
 from outbox.core.store import Rows, Store
-from outbox.outbound.commits import after_commit
+from outbox.core.transaction_state import TransactionState
+from outbox.outbound.commits import after_commit, guard
 from outbox.outbound.drivers import DRIVERS
 from outbox.outbound.written import note
 
 Result = TypeVar("Result")
+
+_NOT_ATOMIC = {
+    TransactionState.AUTOCOMMIT: "on a connection in AUTOCOMMIT; use one with a transaction",
+    TransactionState.RELEASED_BY_SAVEPOINT: (
+        "in a SQLite transaction that began with a savepoint, whose release commits; call "
+        "outbox.sqlite.prepare(engine) once for your engine"
+    ),
+}
 
 
 class CallersTransaction(Protocol):
@@ -29,7 +38,7 @@ class CallersTransaction(Protocol):
     @property
     def dialect(self) -> Dialect: ...
 
-    def not_atomic(self) -> str | None:
+    def not_atomic(self, store: Store) -> str | None:
         """Where nothing would be atomic, and what to do; none if a transaction is open or will be."""
         ...
 
@@ -61,13 +70,14 @@ class SessionTransaction:
     def dialect(self) -> Dialect:
         return self._connection.dialect
 
-    def not_atomic(self) -> str | None:
-        level = self._connection.get_execution_options().get("isolation_level")
-        if level is None:
-            level = getattr(self.dialect, "_on_connect_isolation_level", None)
-        return "on a connection in AUTOCOMMIT; use one with a transaction" if level == "AUTOCOMMIT" else None
+    def not_atomic(self, store: Store) -> str | None:
+        return _NOT_ATOMIC.get(store.state_of(self._connection))
 
     def write(self, store: Store, statement: Executable, rows: Rows) -> int:
+        aborted = store.aborted(self._connection)
+        if aborted is not None:
+            raise aborted
+        guard(self.session, store.aborted)
         return store.write(self._connection, statement, rows)
 
     def note(self, store: Store, messages: Sequence[Message], schedule: Schedule) -> None:

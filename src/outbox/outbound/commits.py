@@ -8,14 +8,15 @@ from sqlalchemy import Connection, event
 from sqlalchemy.orm import Session, SessionTransaction
 
 from outbox.core.errors import NotAtomicWarning, TransactionError
-from outbox.outbound.connection_commits import waiting_on
-from outbox.outbound.waiting import Action, Hook, Waiting
+from outbox.outbound.connection_commits import commits_on, waiting_on
+from outbox.outbound.waiting import Aborted, Action, Hook, Waiting
 
 
 class Commits:
     """One session's transactions, savepoint by savepoint."""
 
     def __init__(self) -> None:
+        self.aborted: Aborted | None = None  # asked before a commit
         self.keeps_hooks = False  # for somebody who runs them later
         self._waiting: dict[SessionTransaction, Waiting] = {}
         self._committed: list[Hook] = []
@@ -88,6 +89,14 @@ def connections_of(transaction: SessionTransaction) -> set[Connection]:
     return {connection for connection, *_ in transaction._connections.values()}
 
 
+def guard(session: Session | Connection, aborted: Aborted) -> None:
+    """Let the commit fail, instead of do nothing in silence, if the database would keep nothing of the transaction."""
+    if isinstance(session, Session):
+        commits_of(session).aborted = aborted
+    else:
+        commits_on(session).aborted = aborted
+
+
 def after_commit(session: Session | Connection, action: Action) -> None:
     """Call the action once the outermost transaction has committed; never if it rolls back."""
     waiting = waiting_in(session) if isinstance(session, Session) else waiting_on(session)
@@ -95,6 +104,19 @@ def after_commit(session: Session | Connection, action: Action) -> None:
 
 
 # For all sessions at once: a session lives for a transaction, and to listen to each costs more than to pass over most.
+
+
+@event.listens_for(Session, "before_commit")
+def _session_committing(session: Session) -> None:
+    commits = session.info.get(_KEY)
+    transaction = _innermost(session)
+    if commits is None or commits.aborted is None or transaction is None or transaction.parent is not None:
+        return
+    for connection in connections_of(transaction):
+        error = commits.aborted(connection)
+        if error is not None:
+            commits.rolled_back(transaction)
+            raise error
 
 
 @event.listens_for(Session, "after_commit")

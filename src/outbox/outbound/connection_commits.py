@@ -7,13 +7,14 @@ from weakref import WeakKeyDictionary, ref
 
 from sqlalchemy import Connection, event
 
-from outbox.outbound.waiting import Waiting
+from outbox.outbound.waiting import Aborted, Waiting
 
 
 class ConnectionCommits:
     """One connection's transaction, savepoint by savepoint. The event of a savepoint does not tell its name."""
 
     def __init__(self) -> None:
+        self.aborted: Aborted | None = None  # asked before a commit
         self._levels = [Waiting()]
 
     @property
@@ -50,11 +51,16 @@ _known: WeakKeyDictionary[Connection, ConnectionCommits] = WeakKeyDictionary()
 
 def waiting_on(connection: Connection) -> Waiting:
     """What waits for the end of the savepoint in which a connection is, or of its transaction."""
+    return commits_on(connection).innermost
+
+
+def commits_on(connection: Connection) -> ConnectionCommits:
+    """What is known of a connection's transactions."""
     commits = _known.get(connection)
     if commits is None:
         commits = _known[connection] = ConnectionCommits()
         _listen(connection)
-    return commits.innermost
+    return commits
 
 
 def _listen(connection: Connection) -> None:
@@ -72,7 +78,11 @@ def _listen(connection: Connection) -> None:
 def _telling(connection: ref[Connection], commit: Any) -> Any:
     def committed(*arguments: Any) -> None:
         own = cast(Connection, connection())  # it is the one that calls
+        commits = _known[own]
+        error = None if commits.aborted is None else commits.aborted(own)
+        if error is not None:
+            raise error
         commit(own, *arguments)
-        _known[own].committed()
+        commits.committed()
 
     return committed

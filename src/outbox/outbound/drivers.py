@@ -18,6 +18,7 @@ from outbox.core.errors import TransactionError
 from outbox.core.message import Message, Schedule
 from outbox.core.prepared import Parameters, dialect_for, prepare
 from outbox.core.store import Rows, Store
+from outbox.core.transaction_state import TransactionState, begins_by_itself, libpq_state
 
 
 class DriverTransaction(ABC):
@@ -36,7 +37,7 @@ class DriverTransaction(ABC):
     def dialect(self) -> Dialect:
         return dialect_for(self.dialect_name, self.paramstyle)
 
-    def not_atomic(self) -> str | None:
+    def not_atomic(self, store: Store) -> str | None:
         if self.commits_by_itself():
             return f"on a connection without an open transaction; begin one with `{self.begin}`"
         return None
@@ -98,8 +99,7 @@ class PsycopgTransaction(DriverTransaction):
     begin = "with connection.transaction()"
 
     def commits_by_itself(self) -> bool:
-        idle = sys.modules["psycopg"].pq.TransactionStatus.IDLE
-        return bool(self.connection.autocommit and self.connection.info.transaction_status == idle)
+        return libpq_state(self.connection) is TransactionState.AUTOCOMMIT
 
     def execute(self, text: str, rows: Sequence[Parameters]) -> int:
         # Not connection.cursor(): its class is the caller's choice, and some of them read other placeholders.
@@ -136,7 +136,7 @@ class SqliteTransaction(DriverTransaction):
     begin = 'connection.execute("BEGIN IMMEDIATE")'
 
     def commits_by_itself(self) -> bool:
-        return not self.connection.in_transaction and not _begins_by_itself(self.connection)
+        return not self.connection.in_transaction and not begins_by_itself(self.connection)
 
     def execute(self, text: str, rows: Sequence[Parameters]) -> int:
         with closing(self.connection.cursor()) as cursor:
@@ -153,7 +153,7 @@ class AiosqliteTransaction(SqliteTransaction):
         if self.connection.in_transaction:
             return False
         # The attribute may only be read in the connection's own thread.
-        return not await_only(self.connection._execute(_begins_by_itself, self.connection._conn))
+        return not await_only(self.connection._execute(begins_by_itself, self.connection._conn))
 
     def execute(self, text: str, rows: Sequence[Parameters]) -> int:
         async def work() -> int:
@@ -205,9 +205,3 @@ DRIVERS: tuple[type[DriverTransaction], ...] = (
     AiosqliteTransaction,
     DjangoTransaction,
 )
-
-
-def _begins_by_itself(connection: Any) -> bool:
-    """Whether sqlite3 opens a transaction before a statement that writes. `autocommit` is new in Python 3.12."""
-    autocommit = getattr(connection, "autocommit", -1)
-    return connection.isolation_level is not None if autocommit == -1 else not autocommit

@@ -110,14 +110,15 @@ class Emitter:
         return transaction.write(store, *store.cancel(timer_id)) > 0
 
     def _store(self, transaction: CallersTransaction) -> Store:
-        where = transaction.not_atomic()
+        store = self._store_for(transaction.dialect.name)
+        where = transaction.not_atomic(store)
         if where is not None:
             warnings.warn(
                 f"emit {where}: the message is stored at once, whatever becomes of your data",
                 NotAtomicWarning,
                 stacklevel=2,
             )
-        return self._store_for(transaction.dialect.name)
+        return store
 
 
 def _as_headers(headers: Mapping[str, str] | None, source: str | None) -> dict[str, str]:

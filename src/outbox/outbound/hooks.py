@@ -16,13 +16,14 @@ from outbox.core.cancellation import cancelled_from_outside
 from outbox.core.errors import TransactionError
 from outbox.core.events import HookFailed, Observer
 from outbox.outbound.callers import plain_session
-from outbox.outbound.commits import commits_of, waiting_in
+from outbox.outbound.commits import commits_of, guard, waiting_in
+from outbox.outbound.waiting import Aborted
 
 HookedSession = AsyncSession | Session | async_scoped_session[AsyncSession] | scoped_session[Session]
 Callback = Callable[[], object]
 
 
-def after_commit(session: HookedSession, callback: Callback, observe: Observer) -> None:
+def after_commit(session: HookedSession, callback: Callback, observe: Observer, aborted: Aborted) -> None:
     """Call a function once the session's transaction has committed; never if it, or the savepoint, rolls back."""
     plain = plain_session(session)
     if is_async(callback) and not commits_of(plain).keeps_hooks:
@@ -30,6 +31,7 @@ def after_commit(session: HookedSession, callback: Callback, observe: Observer) 
             f"nobody awaits {_name(callback)} after the commit of this session: pass a plain function, or use the "
             "session of transaction() or @transactional"
         )
+    guard(plain, aborted)
     waiting_in(plain).hooks.append(CallersHook(callback, observe))
 
 

@@ -6,7 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from sqlalchemy import Connection
+
+from outbox.core.errors import TransactionError
+
 Action = Callable[[], None]
+Aborted = Callable[[Connection], TransactionError | None]  # why the database would keep nothing of a transaction
 
 
 class Hook(Protocol):

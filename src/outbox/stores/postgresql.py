@@ -49,7 +49,8 @@ from outbox.core.diagnosis import Finding
 from outbox.core.durations import Retention
 from outbox.core.errors import ConfigurationError, TransactionError
 from outbox.core.store import Difference, Rows, Suspected
-from outbox.stores import postgresql_examination, postgresql_receiving
+from outbox.core.transaction_state import TransactionState
+from outbox.stores import postgresql_examination, postgresql_receiving, postgresql_state
 from outbox.stores.claims import BURIAL
 from outbox.stores.finish import finish
 from outbox.stores.heads import Head
@@ -185,6 +186,12 @@ class PostgresqlStore(SqlStore):
 
     def explained(self, error: BaseException) -> TransactionError | None:
         return self.tables_missing() if _state(error) == _UNDEFINED_TABLE else None
+
+    def driver_state_of(self, connection: Connection) -> TransactionState:
+        return postgresql_state.state_of(connection)
+
+    def is_aborted(self, connection: Connection, state: TransactionState) -> bool:
+        return postgresql_state.is_aborted(connection, state)
 
     def is_own_conflict(self, error: BaseException) -> bool:
         return _state(error) in _CONFLICTS

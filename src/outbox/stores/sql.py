@@ -60,10 +60,12 @@ from outbox.core.store import (
     Suspected,
     Wanted,
 )
+from outbox.core.transaction_state import TransactionState
 from outbox.stores import circuits, examination, looks
 from outbox.stores.claims import BURIAL, SettleStatements, SqlClaim, executed
 from outbox.stores.dead_letters import SqlDeadLetters
 from outbox.stores.entering import SqlEntering
+from outbox.stores.failures import nothing_is_kept
 from outbox.stores.finish import finish
 from outbox.stores.heads import BEGINNING
 from outbox.stores.idle import ask_the_doubtful
@@ -273,6 +275,26 @@ class SqlStore(Spelling):
 
     def keeps_snapshot(self, connection: Connection) -> bool:
         return False
+
+    def state_of(self, connection: Connection) -> TransactionState:
+        if connection.closed or connection.invalidated:
+            return TransactionState.UNKNOWN
+        level = connection.get_execution_options().get("isolation_level")
+        if level is None:
+            level = getattr(connection.dialect, "_on_connect_isolation_level", None)
+        return TransactionState.AUTOCOMMIT if level == "AUTOCOMMIT" else self.driver_state_of(connection)
+
+    def driver_state_of(self, connection: Connection) -> TransactionState:
+        """What the driver itself says of a connection."""
+        return TransactionState.UNKNOWN
+
+    def aborted(self, connection: Connection) -> TransactionError | None:
+        is_aborted = self.is_aborted(connection, self.state_of(connection))
+        return nothing_is_kept(connection) if is_aborted else None
+
+    def is_aborted(self, connection: Connection, state: TransactionState) -> bool:
+        """Whether the database keeps nothing of a connection's transaction."""
+        return state is TransactionState.ABORTED
 
     def isolation(self, level: str) -> Mapping[str, Any]:
         return {"isolation_level": level}

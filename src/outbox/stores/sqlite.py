@@ -42,7 +42,9 @@ from outbox.core.diagnosis import Examination, Finding
 from outbox.core.durations import Retention
 from outbox.core.errors import ConfigurationError, SnapshotConflict, TablesMissing, TransactionError
 from outbox.core.store import AnyEngine, Difference, Rows
-from outbox.stores import sqlite_examination
+from outbox.core.transaction_state import TransactionState
+from outbox.stores import sqlite_examination, sqlite_state
+from outbox.stores.failures import nothing_is_kept
 from outbox.stores.sql import SqlStore
 from outbox.stores.sqlite_check import SqliteCheck
 from outbox.stores.tables import Tables
@@ -161,6 +163,9 @@ class SqliteStore(SqlStore):
                 "session`, call outbox.sqlite.prepare(engine) once for your own engine, or begin with BEGIN IMMEDIATE"
             )
         return None
+
+    def driver_state_of(self, connection: Connection) -> TransactionState:
+        return sqlite_state.state_of(connection)
 
     def is_own_conflict(self, error: BaseException) -> bool:
         return getattr(error, "sqlite_errorcode", 0) & 0xFF in _CONFLICTS  # what is above says which kind
@@ -362,6 +367,7 @@ def prepare(engine: Engine | AsyncEngine) -> None:
     target = engine.sync_engine if isinstance(engine, AsyncEngine) else engine
     event.listen(target, "connect", _connect)
     event.listen(target, "begin", _begin)
+    event.listen(target, "before_cursor_execute", _refuse_what_would_be_alone)
     if isinstance(engine, AsyncEngine):
         event.listen(target, "invalidate", _let_go)
 
@@ -400,6 +406,12 @@ def _let_go(connection: Any, record: object, error: BaseException | None) -> Non
 def _begin(connection: Connection) -> None:
     reading = connection.get_execution_options().get(_READING, False)
     connection.exec_driver_sql("BEGIN" if reading else "BEGIN IMMEDIATE")
+
+
+def _refuse_what_would_be_alone(connection: Connection, *_: object) -> None:
+    """SQLite has rolled back what came before: what comes now would be committed by itself."""
+    if sqlite_state.is_rolled_back(connection):
+        raise nothing_is_kept(connection)
 
 
 def _begin_first(connection: Connection, name: str) -> None:

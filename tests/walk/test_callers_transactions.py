@@ -1,0 +1,237 @@
+"""Nothing counts as committed that the database did not commit: `transaction()`, `@transactional`, hooks and emit."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+
+import pytest
+from sqlalchemy import create_engine, make_url, text
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
+from sqlalchemy.orm import Session
+
+from outbox import NotAtomicWarning, Outbox, TransactionError
+from outbox.adapters import sync_url
+from outbox.sqlite import prepare
+
+from .strategies import Effects
+
+MakeOutbox = Callable[..., Outbox]
+
+POSTGRESQL = pytest.mark.parametrize("database_url", ["postgresql+asyncpg", "postgresql+psycopg"], indirect=True)
+SQLITE = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+
+
+@pytest.fixture
+async def effects(outbox: Outbox, table_name: str) -> Effects:
+    effects = Effects(outbox, table_name)
+    await effects.create()
+    await outbox.create_tables()
+    return effects
+
+
+@pytest.fixture
+async def engine(database_url: str) -> AsyncIterator[AsyncEngine]:
+    """One of the application's own."""
+    engine = create_async_engine(database_url)
+    yield engine
+    await engine.dispose()
+
+
+async def fail(session: AsyncSession) -> None:
+    """A statement fails, and the caller goes on."""
+    with pytest.raises(DBAPIError):
+        await session.execute(text("SELECT nothing FROM nowhere"))
+
+
+def fail_plainly(session: Session) -> None:
+    with pytest.raises(DBAPIError):
+        session.execute(text("SELECT nothing FROM nowhere"))
+
+
+async def nothing(outbox: Outbox, effects: Effects) -> bool:
+    return not await effects.all() and not await outbox.messages()
+
+
+@POSTGRESQL
+async def test_a_transaction_in_which_an_error_was_swallowed_does_not_return(outbox: Outbox, effects: Effects) -> None:
+    called: list[str] = []
+
+    @outbox.transactional
+    async def in_loop(session: AsyncSession) -> None:
+        await outbox.emit(session, "order.created", 1)
+        outbox.after_commit(session, lambda: called.append("hook"))
+        await session.execute(effects.write("order"))
+        await fail(session)
+
+    @outbox.transactional
+    def in_thread(session: Session) -> None:
+        outbox.emit_sync(session, "order.created", 1)
+        outbox.after_commit(session, lambda: called.append("hook"))
+        fail_plainly(session)
+
+    with pytest.raises(TransactionError, match=r"nowhere.* does not exist.*session\.begin_nested\(\)"):
+        await in_loop()
+    with pytest.raises(TransactionError, match="begin_nested"):
+        in_thread()
+    with pytest.raises(TransactionError, match="begin_nested"):
+        async with outbox.transaction() as session:
+            await session.execute(effects.write("order"))
+            await fail(session)
+    assert await nothing(outbox, effects) and called == []
+
+
+@POSTGRESQL
+async def test_an_aborted_transaction_takes_no_message(outbox: Outbox, effects: Effects) -> None:
+    with pytest.raises(TransactionError, match="begin_nested"):
+        async with outbox.transaction() as session:
+            await fail(session)
+            await outbox.emit(session, "order.created", 1)
+    assert await nothing(outbox, effects)
+
+
+async def test_an_error_in_a_savepoint_leaves_the_rest_of_a_transaction(outbox: Outbox, effects: Effects) -> None:
+    called: list[str] = []
+    async with outbox.transaction() as session:
+        outbox.after_commit(session, lambda: called.append("hook"))
+        with suppress(DBAPIError):
+            async with session.begin_nested():
+                await session.execute(effects.write("gone"))
+                await session.execute(text("SELECT nothing FROM nowhere"))
+        await session.execute(effects.write("kept"))
+        await outbox.emit(session, "order.created", 1)
+    assert await effects.all() == ["kept"] and len(await outbox.messages()) == 1 and called == ["hook"]
+
+
+@POSTGRESQL
+async def test_the_applications_own_sessions_and_connections_are_told_too(
+    outbox: Outbox, effects: Effects, engine: AsyncEngine
+) -> None:
+    called: list[str] = []
+    async with AsyncSession(engine) as session:
+        await outbox.emit(session, "order.created", 1)
+        outbox.after_commit(session, lambda: called.append("hook"))
+        await fail(session)
+        with pytest.raises(TransactionError, match="begin_nested"):
+            await session.commit()
+    async with AsyncSession(engine) as session:
+        await session.execute(effects.write("order"))
+        outbox.after_commit(session, lambda: called.append("hook"))
+        await fail(session)
+        with pytest.raises(TransactionError, match="begin_nested"):
+            await session.commit()
+        await session.rollback()
+        await session.execute(effects.write("the next transaction is another one"))
+        await session.commit()
+    async with engine.connect() as connection:
+        await outbox.emit(connection, "order.created", 1)
+        with pytest.raises(DBAPIError):
+            await connection.execute(text("SELECT nothing FROM nowhere"))
+        with pytest.raises(TransactionError, match="begin_nested"):
+            await connection.commit()
+    assert called == [] and not await outbox.messages()
+    assert await effects.all() == ["the next transaction is another one"]
+
+
+# SQLite.
+
+
+@pytest.fixture
+async def rolls_back(outbox: Outbox, effects: Effects) -> str:
+    """A statement at which SQLite rolls the whole transaction back by itself, as it does when the disk is full."""
+    name = effects.table.name
+    raising = f"BEFORE INSERT ON {name} WHEN NEW.n = 13 BEGIN SELECT RAISE(ROLLBACK, 'full'); END"
+    async with outbox.transaction() as session:
+        await session.execute(text(f"CREATE TRIGGER {name}_full {raising}"))
+    return f"INSERT INTO {name} (what, n) VALUES ('none', 13)"
+
+
+@SQLITE
+async def test_sqlite_that_rolls_back_by_itself_leaves_neither_data_nor_message(
+    outbox: Outbox, effects: Effects, rolls_back: str
+) -> None:
+    called: list[str] = []
+    with pytest.raises(TransactionError, match=r"full.*begin_nested"):
+        async with outbox.transaction() as session:
+            await session.execute(effects.write("order"))
+            outbox.after_commit(session, lambda: called.append("hook"))
+            with pytest.raises(DBAPIError):
+                await session.execute(text(rolls_back))
+    with pytest.raises(TransactionError, match="begin_nested"):
+        async with outbox.transaction() as session:
+            await session.execute(effects.write("order"))
+            with pytest.raises(DBAPIError):
+                await session.execute(text(rolls_back))
+            await outbox.emit(session, "order.created", 1)
+    with pytest.raises(ZeroDivisionError):
+        async with outbox.transaction() as session:
+            await session.execute(effects.write("order"))
+            with pytest.raises(DBAPIError):
+                await session.execute(text(rolls_back))
+            with pytest.raises(TransactionError, match="begin_nested"):  # it would be committed by itself
+                await session.execute(effects.write("a row that comes after"))
+            raise ZeroDivisionError
+    assert await nothing(outbox, effects) and called == []
+
+
+@SQLITE
+@pytest.mark.parametrize("prepared", [False, True], ids=["as it is", "prepared"])
+async def test_emit_on_a_given_engine_refuses_what_sqlite_has_rolled_back(
+    outbox: Outbox, effects: Effects, rolls_back: str, database_url: str, prepared: bool
+) -> None:
+    plain = create_engine(sync_url(make_url(database_url)))
+    if prepared:
+        prepare(plain)
+    with Session(plain) as session, pytest.raises(TransactionError, match="begin_nested"):
+        session.execute(effects.write("order"))
+        with pytest.raises(DBAPIError):
+            session.execute(text(rolls_back))
+        outbox.emit_sync(session, "order.created", 1)
+    with Session(plain) as session:  # a statement that failed and rolled nothing back is no reason
+        fail_plainly(session)
+        outbox.emit_sync(session, "order.created", 2)
+        session.commit()
+    plain.dispose()
+    assert [message.message.body for message in await outbox.messages()] == [b"2"]
+
+
+@SQLITE
+async def test_a_savepoint_that_comes_first_on_a_given_engine_is_warned_of(
+    outbox: Outbox, effects: Effects, engine: AsyncEngine
+) -> None:
+    async with AsyncSession(engine) as session, session.begin(), session.begin_nested():
+        with pytest.warns(NotAtomicWarning, match=r"outbox\.sqlite\.prepare"):
+            await outbox.emit(session, "order.created", 1)
+    async with AsyncSession(engine) as session, session.begin():
+        await session.execute(effects.write("first"))
+        async with session.begin_nested():
+            await outbox.emit(session, "order.created", 2)
+    prepare(engine)
+    await engine.dispose()
+    with suppress(ZeroDivisionError):
+        async with AsyncSession(engine) as session, session.begin():
+            async with session.begin_nested():
+                await outbox.emit(session, "order.created", 3)
+            raise ZeroDivisionError
+    assert [message.message.body for message in await outbox.messages()] == [b"1", b"2"]
+
+
+# AUTOCOMMIT.
+
+AUTOCOMMIT = {
+    "sqlite": {"connect_args": {"isolation_level": None}},
+    "postgresql+asyncpg": {"isolation_level": "AUTOCOMMIT"},
+    "postgresql+psycopg": {"connect_args": {"autocommit": True}},
+}
+
+
+async def test_emit_warns_of_the_drivers_own_autocommit(outbox: Outbox, effects: Effects, database_url: str) -> None:
+    kind = make_url(database_url).drivername.removesuffix("+aiosqlite")
+    engine = create_async_engine(database_url, **AUTOCOMMIT[kind])  # type: ignore[arg-type]
+    async with AsyncSession(engine) as session:
+        with pytest.warns(NotAtomicWarning, match="AUTOCOMMIT"):
+            await outbox.emit(session, "order.created", 1)
+        await session.rollback()
+    await engine.dispose()
+    assert len(await outbox.messages()) == 1

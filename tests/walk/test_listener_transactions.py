@@ -1,0 +1,311 @@
+"""Nothing counts as handled that the database did not commit, whatever a listener does to its transaction."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from sqlalchemy import Connection, text
+from sqlalchemy.exc import DBAPIError, IntegrityError
+from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
+from sqlalchemy.orm import Session, registry, sessionmaker
+
+from outbox import Listener, Outbox, Reason, TransactionError, listen
+from outbox.core.attempt import Dead, Done, RetryIn
+from outbox.core.events import Handled
+from tests.broker import VirtualHost
+
+from .strategies import Effects, Watch, emit
+
+MakeOutbox = Callable[..., Outbox]
+
+MEMORY = "memory://"
+ONE_DRIVER = pytest.mark.parametrize("database_url", ["postgresql+asyncpg"], indirect=True)
+
+
+@pytest.fixture
+def transport(request: pytest.FixtureRequest) -> str | None:
+    """As the test is parametrized: None is the database."""
+    named: str | None = request.param
+    return named
+
+
+def on(*ways: tuple[str, str | None]) -> pytest.MarkDecorator:
+    """Databases with transports: as few as show every difference."""
+    names = [f"{database}-{transport or 'database'}" for database, transport in ways]
+    return pytest.mark.parametrize(("database_url", "transport"), ways, indirect=True, ids=names)
+
+
+@pytest.fixture
+def watch() -> Watch:
+    return Watch()
+
+
+@pytest.fixture
+async def effects(outbox: Outbox, table_name: str) -> Effects:
+    effects = Effects(outbox, table_name)
+    await effects.create()
+    return effects
+
+
+async def ends(outbox: Outbox, watch: Watch, listeners: list[Listener], count: int) -> dict[str, list[Any]]:
+    """How the attempts of one message ended, queue by queue."""
+    await emit(outbox, 1)
+    async with outbox.running(relay=True, listeners=listeners):
+        await watch.wait_for(Handled, count)
+    found: dict[str, list[Any]] = {listener.queue: [] for listener in listeners}
+    for event in watch.of(Handled):
+        found[event.queue].append(event.outcome)
+    return found
+
+
+def swallowing(effects: Effects, **options: Any) -> list[Listener]:
+    """Listeners that catch a database error and return."""
+
+    async def in_loop(body: int, session: AsyncSession) -> None:
+        await session.execute(effects.write("in loop"))
+        with pytest.raises(DBAPIError):
+            await session.execute(text("SELECT 1 / 0"))
+
+    def in_thread(body: int, session: Session) -> None:
+        session.execute(effects.write("in thread"))
+        with pytest.raises(DBAPIError):
+            session.execute(text("SELECT 1 / 0"))
+
+    async def in_lists(bodies: list[int], session: AsyncSession) -> None:
+        await session.execute(effects.write("in lists"))
+        with pytest.raises(DBAPIError):
+            await session.execute(text("SELECT 1 / 0"))
+
+    return [
+        listen("#", queue="loop", **options)(in_loop),
+        listen("#", queue="thread", **options)(in_thread),
+        listen("#", queue="lists", batch=10, **options)(in_lists),
+    ]
+
+
+@on(("postgresql+asyncpg", MEMORY), ("postgresql+psycopg", MEMORY), ("postgresql+asyncpg", None))
+async def test_a_listener_that_swallows_a_database_error_has_failed(
+    make_outbox: MakeOutbox, watch: Watch, effects: Effects, transport: str | None
+) -> None:
+    outbox = make_outbox(transport=transport, observers=[watch])
+    outcomes = await ends(outbox, watch, swallowing(effects, retry_delays=(0,)), 6)
+    for ended in outcomes.values():
+        first, last = ended
+        assert isinstance(first, RetryIn) and isinstance(last, Dead), ended
+        assert "begin_nested" in last.error and "division by zero" in last.error, last.error
+    assert await effects.all() == []
+    assert {letter.queue for letter in await outbox.dead_letters.list()} == set(outcomes)
+
+
+@ONE_DRIVER
+async def test_a_swallowed_database_error_is_not_acknowledged_to_rabbitmq(
+    make_outbox: MakeOutbox, watch: Watch, effects: Effects, vhost: VirtualHost
+) -> None:
+    outbox = make_outbox(rabbitmq_url=vhost.url, observers=[watch])
+    outcomes = await ends(outbox, watch, swallowing(effects, retry_delays=()), 3)
+    assert all(isinstance(ended[0], Dead) for ended in outcomes.values()), outcomes
+    assert await effects.all() == []
+    assert len(await outbox.dead_letters.list()) == 3
+
+
+@on(("postgresql+asyncpg", MEMORY), ("sqlite", None))
+async def test_an_error_in_a_savepoint_of_its_own_harms_nothing(
+    make_outbox: MakeOutbox, watch: Watch, effects: Effects, transport: str | None
+) -> None:
+    outbox = make_outbox(transport=transport, observers=[watch])
+
+    @listen("#", queue="loop", retry_delays=())
+    async def in_loop(body: int, session: AsyncSession) -> None:
+        await session.execute(effects.write("before"))
+        with pytest.raises(DBAPIError):
+            async with session.begin_nested():
+                await session.execute(text("SELECT nothing FROM nowhere"))
+        await session.execute(effects.write("after"))
+
+    outcomes = await ends(outbox, watch, [in_loop], 1)
+    assert isinstance(outcomes["loop"][0], Done), outcomes
+    assert await effects.all() == ["before", "after"]
+
+
+@on(("postgresql+psycopg", MEMORY), ("sqlite", MEMORY))
+async def test_a_failed_flush_that_is_swallowed_has_failed(
+    make_outbox: MakeOutbox, watch: Watch, effects: Effects, transport: str | None
+) -> None:
+    """SQLAlchemy answers it by a rollback of the whole transaction, on every database."""
+    outbox = make_outbox(transport=transport, observers=[watch])
+    kind = type("Effect", (), {})
+    registry().map_imperatively(kind, effects.table)
+
+    @listen("#", queue="loop", retry_delays=())
+    async def in_loop(body: int, session: AsyncSession) -> None:
+        await session.execute(effects.write("before"))
+        first, second = kind(), kind()
+        first.id = second.id = 4711  # type: ignore[attr-defined]
+        session.add(first)
+        await session.flush()
+        session.expunge(first)
+        session.add(second)
+        with pytest.raises(IntegrityError):
+            await session.flush()
+
+    outcomes = await ends(outbox, watch, [in_loop], 1)
+    assert isinstance(outcomes["loop"][0], Dead) and outcomes["loop"][0].reason is Reason.EXHAUSTED
+    assert await effects.all() == []
+
+
+# Ending the transaction.
+
+ASYNC_ENDS: dict[str, Callable[[AsyncSession], Any]] = {
+    "session.close": lambda session: session.close(),
+    "session.reset": lambda session: session.reset(),
+    "session.invalidate": lambda session: session.invalidate(),
+    "with session": lambda session: _enter(session),
+    "connection.commit": lambda session: _of_connection(session, "commit"),
+    "connection.rollback": lambda session: _of_connection(session, "rollback"),
+    "connection.close": lambda session: _of_connection(session, "close"),
+    "COMMIT": lambda session: session.execute(text("COMMIT")),
+    "rollback": lambda session: session.execute(text(" rollback;")),
+    "END": lambda session: session.execute(text("/* done */ END")),
+    "BEGIN": lambda session: session.execute(text("-- anew\nBEGIN")),
+}
+TEXTS = ("COMMIT", "rollback", "END", "BEGIN")
+PLAIN_ENDS: dict[str, Callable[[Session], Any]] = {
+    "session.close": lambda session: session.close(),
+    "with session": lambda session: session.__enter__().__exit__(None, None, None),
+    "connection.commit": lambda session: session.connection().commit(),
+    "connection.close": lambda session: session.connection().close(),
+    "COMMIT": lambda session: session.connection().exec_driver_sql("COMMIT"),
+}
+
+
+async def _enter(session: AsyncSession) -> None:
+    async with session:
+        pass
+
+
+async def _of_connection(session: AsyncSession, name: str) -> None:
+    await getattr(await session.connection(), name)()
+
+
+@pytest.mark.parametrize("swallows", [False, True], ids=["raises", "swallows"])
+@on(("postgresql+asyncpg", MEMORY), ("sqlite", None))
+async def test_whatever_would_end_the_transaction_is_refused(
+    make_outbox: MakeOutbox, watch: Watch, effects: Effects, transport: str | None, swallows: bool
+) -> None:
+    """And a listener that goes on in spite of the refusal leaves nothing but what is committed with the message."""
+    outbox = make_outbox(transport=transport, observers=[watch])
+    refused: list[str] = []
+
+    def in_loop(name: str) -> Any:
+        async def listener(body: int, session: AsyncSession) -> None:
+            await session.execute(effects.write(f"loop {name}"))
+            try:
+                await ASYNC_ENDS[name](session)
+            except TransactionError:
+                refused.append(f"loop {name}")
+                if not swallows:
+                    raise
+            if not swallows:
+                raise AssertionError("not refused")
+
+        return listener
+
+    def in_thread(name: str) -> Any:
+        def listener(body: int, session: Session) -> None:
+            session.execute(effects.write(f"thread {name}"))
+            try:
+                PLAIN_ENDS[name](session)
+            except TransactionError:
+                refused.append(f"thread {name}")
+                if not swallows:
+                    raise
+
+        return listener
+
+    listeners = [listen("#", queue=f"loop {name}", retry_delays=())(in_loop(name)) for name in ASYNC_ENDS]
+    listeners += [listen("#", queue=f"thread {name}", retry_delays=())(in_thread(name)) for name in PLAIN_ENDS]
+    outcomes = await ends(outbox, watch, listeners, len(listeners))
+    assert sorted(refused) == sorted(listener.queue for listener in listeners)
+    done = {queue for queue, ended in outcomes.items() if isinstance(ended[0], Done)}
+    assert set(await effects.all()) == done  # as text it was not even sent, and nothing is wrong
+    assert done == ({queue for queue in outcomes if queue.split()[-1] in TEXTS} if swallows else set())
+    errors = [ended[0].error for queue, ended in outcomes.items() if queue not in done]
+    assert all("TransactionError: the listener" in error for error in errors), errors
+
+
+@on(("postgresql+asyncpg", MEMORY), ("sqlite", None))
+async def test_sessions_of_a_factory_are_watched_too(
+    make_outbox: MakeOutbox, watch: Watch, effects: Effects, transport: str | None
+) -> None:
+    outbox = make_outbox(transport=transport, observers=[watch])
+    makers = [async_sessionmaker(outbox.engines.asynchronous), sessionmaker(outbox.engines.synchronous)]
+
+    @listen("#", queue="loop", retry_delays=(), session_factory=makers[0])
+    async def in_loop(body: int, session: AsyncSession) -> None:
+        await session.execute(effects.write("loop"))
+        await session.close()
+
+    @listen("#", queue="thread", retry_delays=(), session_factory=makers[1])
+    def in_thread(body: int, session: Session) -> None:
+        with session:
+            session.execute(effects.write("thread"))
+
+    outcomes = await ends(outbox, watch, [in_loop, in_thread], 2)
+    assert all(isinstance(ended[0], Dead) for ended in outcomes.values()), outcomes
+    assert await effects.all() == []
+
+
+@on(("postgresql+asyncpg", MEMORY), ("postgresql+psycopg", None), ("sqlite", MEMORY))
+async def test_a_transaction_that_was_ended_on_the_driver_is_not_tried_again(
+    make_outbox: MakeOutbox, watch: Watch, effects: Effects, transport: str | None
+) -> None:
+    """Its effects are committed: a retry would repeat them."""
+    outbox = make_outbox(transport=transport, observers=[watch])
+    delays = (0, 0)
+
+    def end(connection: Connection) -> None:
+        connection.connection.commit()
+
+    async def commit(session: AsyncSession, what: str) -> None:
+        await session.execute(effects.write(what))
+        await session.run_sync(lambda plain: end(plain.connection()))
+
+    @listen("#", queue="returns", retry_delays=delays)
+    async def returns(body: int, session: AsyncSession) -> None:
+        await commit(session, "returns")
+
+    @listen("#", queue="raises", retry_delays=delays)
+    async def raises(body: int, session: AsyncSession) -> None:
+        await commit(session, "raises")
+        raise OSError("after all")
+
+    @listen("#", queue="goes on", retry_delays=delays)
+    async def goes_on(body: int, session: AsyncSession) -> None:
+        await commit(session, "goes on")
+        await session.execute(effects.write("is not executed"))
+
+    @listen("#", queue="times out", retry_delays=delays, timeout=0.5)
+    async def times_out(body: int, session: AsyncSession) -> None:
+        await commit(session, "times out")
+        await asyncio.sleep(60)
+
+    @listen("#", queue="lists", retry_delays=delays, batch=10)
+    async def lists(bodies: list[int], session: AsyncSession) -> None:
+        await commit(session, "lists")
+        raise OSError("after all")
+
+    @listen("#", queue="thread", retry_delays=delays)
+    def thread(body: int, session: Session) -> None:
+        session.execute(effects.write("thread"))
+        end(session.connection())
+        raise OSError("after all")
+
+    listeners = [returns, raises, goes_on, times_out, lists, thread]
+    outcomes = await ends(outbox, watch, listeners, len(listeners))
+    for ended in outcomes.values():
+        assert [outcome.reason for outcome in ended] == [Reason.REJECTED], outcomes
+        assert "TransactionEnded" in ended[0].error and "driver's own connection" in ended[0].error
+    assert sorted(await effects.all()) == sorted(listener.queue for listener in listeners)
