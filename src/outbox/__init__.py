@@ -13,6 +13,7 @@ from outbox.core.errors import (
     CloudEventUnsupported,
     ConfigurationError,
     DatabaseSilent,
+    ForkRefused,
     HeaderInvalid,
     HeadersTooLarge,
     KeyInvalid,
@@ -36,6 +37,7 @@ from outbox.core.errors import (
     TransportUnavailable,
     Undecodable,
     UrlRefused,
+    WrongEventLoop,
 )
 from outbox.core.listener import Listener, listen
 from outbox.core.message import Message
@@ -82,6 +84,7 @@ __all__ = [
     "DeadLetter",
     "Difference",
     "FailedAttempt",
+    "ForkRefused",
     "HeaderInvalid",
     "HeadersTooLarge",
     "KeyInvalid",
@@ -112,6 +115,7 @@ __all__ = [
     "TransportUnavailable",
     "Undecodable",
     "UrlRefused",
+    "WrongEventLoop",
     "after_commit",
     "backlog",
     "cancel_timer",

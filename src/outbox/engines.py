@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from functools import cached_property
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from sqlalchemy import URL, Engine
+from sqlalchemy import URL, Engine, NullPool, Pool, StaticPool
 from sqlalchemy.exc import ArgumentError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import Session
 
 from outbox.adapters import async_url, parse_url, store_class, sync_url
-from outbox.core.errors import ConfigurationError
+from outbox.core.errors import ConfigurationError, ForkRefused, WrongEventLoop
+from outbox.core.forks import never_collect
 from outbox.core.listener import Listener
+from outbox.core.loops import LoopLocal
 from outbox.core.message import Message
 from outbox.core.store import Store
 from outbox.core.strategy import is_factory
 from outbox.settings import Settings
+
+CLOSE_WITHIN = 5.0  # seconds for saying goodbye to a server
 
 
 class Engines:
@@ -26,40 +32,50 @@ class Engines:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._elsewhere: dict[URL, AsyncEngine] = {}
+        self._loops = LoopLocal(_InLoop, _InLoop.close)
+        self._owners: WeakKeyDictionary[Pool, asyncio.AbstractEventLoop] = WeakKeyDictionary()
         self._elsewhere_in_threads: dict[URL, Engine] = {}
+        self._stayed_behind = False
 
     @property
     def configured(self) -> bool:
         return self._settings.db_engine is not None or self._settings.db_engine_url is not None
 
-    @property
-    def main(self) -> AsyncEngine | Engine:
-        """The engine that was given, or one of our own."""
-        if self._settings.db_engine is not None:
-            return self._settings.db_engine
-        return self.asynchronous
-
     @cached_property
-    def asynchronous(self) -> AsyncEngine:
-        """The engine for everything that waits on an event loop."""
+    def main(self) -> AsyncEngine | Engine:
+        """The engine that was given, or a pattern for those of the event loops, which nothing connects by."""
         given = self._settings.db_engine
-        if isinstance(given, AsyncEngine):
-            return given
         if given is not None:
-            raise ConfigurationError(
-                "db_engine is a plain Engine: it can emit_sync, but a relay, a worker or `transaction()` needs an "
-                "AsyncEngine; pass one, or db_engine_url"
-            )
+            return given
         if self._settings.db_engine_url is None:
             raise ConfigurationError("no database: call setup(db_engine_url=…) or set OUTBOX_DB_ENGINE_URL")
-        return self._made(async_url(self._settings.db_engine_url))
+        if self._stayed_behind:
+            raise ForkRefused("the database in memory is the parent's, from which this process was forked: use a file")
+        return _made(async_url(self._settings.db_engine_url))
 
-    def _made(self, url: URL) -> AsyncEngine:
-        try:
-            return store_class(url.get_backend_name()).make_engine(url)
-        except ArgumentError:  # its text repeats the URL, which may hold a password
-            raise ConfigurationError(f"not a URL that {url.drivername} can use") from None
+    @property
+    def _pattern(self) -> AsyncEngine:
+        if isinstance(self.main, AsyncEngine):
+            return self.main
+        raise ConfigurationError(
+            "db_engine is a plain Engine: it can emit_sync, but a relay, a worker or `transaction()` needs an "
+            "AsyncEngine; pass one, or db_engine_url"
+        )
+
+    def check(self) -> None:
+        """Say what cannot work: no database, or one that nothing can wait for on an event loop."""
+        self._pattern  # noqa: B018
+
+    @property
+    def asynchronous(self) -> AsyncEngine:
+        """The engine for everything that waits on the running event loop: the given one, or the loop's own."""
+        engine = self._pattern
+        if engine is self._settings.db_engine or isinstance(engine.pool, StaticPool):
+            return engine
+        own = self._loops.here()
+        if own.main is None:
+            own.main = _made(engine.url)
+        return own.main
 
     @cached_property
     def synchronous(self) -> Engine:
@@ -67,7 +83,7 @@ class Engines:
         given = self._settings.db_engine
         if isinstance(given, Engine):
             return store_class(given.dialect.name).safe_engine(given)
-        url = sync_url(self.asynchronous.url)
+        url = sync_url(self._pattern.url)
         return store_class(url.get_backend_name()).make_sync_engine(url)
 
     def asynchronous_if(self, dialect: str) -> AsyncEngine | None:
@@ -85,13 +101,39 @@ class Engines:
         """The same for plain functions."""
         return Session(self.synchronous, expire_on_commit=False)
 
-    @cached_property
+    @property
     def _safe(self) -> AsyncEngine:
         """What listeners and `transaction()` use: a given engine's transactions may not be safe."""
         engine = self.asynchronous
-        if engine is not self._settings.db_engine:
+        if engine is not self.main:
             return engine
-        return store_class(engine.dialect.name).safe_engine(engine)
+        own = self._loops.here()
+        if own.safe is None:
+            safe = engine if engine is not self._settings.db_engine else _safe(engine)
+            if safe is engine:
+                return self._of_this_loop(engine)
+            own.safe = safe
+        return own.safe
+
+    def _of_this_loop(self, engine: AsyncEngine) -> AsyncEngine:
+        """Refuse an engine whose pool may hold connections of another event loop."""
+        pool, loop = engine.pool, asyncio.get_running_loop()
+        owner = self._owners.setdefault(pool, loop)
+        if owner is loop or isinstance(pool, NullPool):
+            return engine
+        if isinstance(pool, StaticPool) and owner.is_closed():  # a database in memory, which may outlive its loop
+            self._owners[pool] = loop
+            return engine
+        raise WrongEventLoop(
+            f"{engine.url.render_as_string()} is used by another event loop, and its pool keeps connections that only "
+            "that one can use. Pass db_engine_url instead of db_engine, and each loop gets connections of its own; or "
+            "make an Outbox and an engine for each loop, or an engine with poolclass=NullPool; or let the other loop "
+            "`await engine.dispose()` before it ends"
+        )
+
+    def check_here(self) -> None:
+        """Say before any message is touched that this event loop gets no sessions."""
+        self._safe  # noqa: B018
 
     def sessions(self, store: Store, listener: Listener) -> ListenerSessions:
         if listener.session_factory is None:
@@ -99,10 +141,11 @@ class Engines:
         return ChosenSessions(self, store, listener)
 
     def elsewhere(self, url: str | URL) -> AsyncEngine:
-        """An engine of our own for a listener's `session_factory`, made once."""
+        """An engine of our own for a listener's `session_factory`, made once for each event loop."""
         url = async_url(url)
         self.check_database(url)
-        return self._elsewhere.get(url) or self._elsewhere.setdefault(url, self._made(url))
+        made = self._loops.here().elsewhere
+        return made.get(url) or made.setdefault(url, _made(url))
 
     def elsewhere_in_threads(self, url: str | URL) -> Engine:
         """The same for plain sessions."""
@@ -123,17 +166,54 @@ class Engines:
                 "message too, so both are in one database"
             )
 
+    def forked(self) -> None:
+        """In a child process: forget what was made here for the parent."""
+        never_collect([self._loops, self._elsewhere_in_threads, self.__dict__.pop("synchronous", None)])
+        self._loops, self._elsewhere_in_threads = LoopLocal(_InLoop, _InLoop.close), {}
+        main = self.__dict__.get("main")
+        if main is None or main is self._settings.db_engine:
+            return
+        self._stayed_behind = isinstance(main.pool, StaticPool) and "connection" in vars(main.pool)
+        never_collect(self.__dict__.pop("main"))
+
     async def close(self) -> None:
-        """Dispose of what was made here, and only of that."""
-        made = {self.__dict__[name] for name in ("asynchronous", "_safe") if name in self.__dict__}
-        for engine in made - {self._settings.db_engine}:
-            await engine.dispose()
+        """Dispose of what was made here for this event loop and for threads, and only of that."""
+        await self._loops.close()
+        if "main" in self.__dict__ and isinstance(self.main, AsyncEngine) and self.main is not self._settings.db_engine:
+            await self.main.dispose()  # a database in memory
         if "synchronous" in self.__dict__ and self.synchronous is not self._settings.db_engine:
             self.synchronous.dispose()
-        while self._elsewhere:
-            await self._elsewhere.popitem()[1].dispose()
         while self._elsewhere_in_threads:
             self._elsewhere_in_threads.popitem()[1].dispose()
+
+
+class _InLoop:
+    """Engines of ours that one event loop uses."""
+
+    def __init__(self) -> None:
+        self.main: AsyncEngine | None = None
+        self.safe: AsyncEngine | None = None  # beside a given one whose transactions are not
+        self.elsewhere: dict[URL, AsyncEngine] = {}
+
+    async def close(self) -> None:
+        """Let go of their connections. A server may not answer any more."""
+        made = {engine for engine in (self.main, self.safe, *self.elsewhere.values()) if engine is not None}
+        self.main = self.safe = None
+        self.elsewhere.clear()
+        if made:
+            closing = asyncio.gather(*(engine.dispose() for engine in made), return_exceptions=True)
+            await asyncio.wait([closing], timeout=CLOSE_WITHIN)
+
+
+def _safe(given: AsyncEngine) -> AsyncEngine:
+    return store_class(given.dialect.name).safe_engine(given)
+
+
+def _made(url: URL) -> AsyncEngine:
+    try:
+        return store_class(url.get_backend_name()).make_engine(url)
+    except ArgumentError:  # its text repeats the URL, which may hold a password
+        raise ConfigurationError(f"not a URL that {url.drivername} can use") from None
 
 
 class ListenerSessions:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from datetime import timedelta
@@ -17,8 +18,9 @@ from outbox.adapters import routes_for, store_class, transport_for
 from outbox.core.binding import Binding
 from outbox.core.dead_letter import AllDeadLetters, DeadLetters
 from outbox.core.durations import Eta, Seconds
-from outbox.core.errors import ConfigurationError, TransactionError, TransportMismatch
+from outbox.core.errors import ConfigurationError, TransactionError, TransportMismatch, WrongEventLoop
 from outbox.core.events import Started, Stopped
+from outbox.core.forks import forget_after_fork, never_collect
 from outbox.core.listener import Listener, check_listeners
 from outbox.core.message import Message
 from outbox.core.store import Backlog, Difference, Store, StoredMessage
@@ -57,7 +59,8 @@ class Outbox:
 
     def __init__(self, **options: Any) -> None:
         self._settings: Settings | None = None
-        self._runs = 0  # relays and workers of this instance that are at work
+        self._runs: Counter[asyncio.AbstractEventLoop] = Counter()  # relays and workers that are at work in each loop
+        forget_after_fork(self)
         if options:
             self.setup(**options)
 
@@ -68,6 +71,13 @@ class Outbox:
             self.__dict__.pop(name, None)
         self.__dict__["_stores"] = {}
         self._emitter  # noqa: B018 - what cannot work is said here, not at the first emit
+
+    def forked(self) -> None:
+        """In a child process: forget what is the parent's, its connections and threads above all."""
+        never_collect([self.__dict__.pop(name, None) for name in ("store", "transport", "_stores")])
+        self._runs.clear()
+        if "engines" in self.__dict__:
+            self.engines.forked()
 
     # The parts, each made when it is first needed.
 
@@ -369,7 +379,7 @@ class Outbox:
         `max_body_size` and 256 KiB unless it is set), and `timeout` to arrive, and to be stored.
         """
         check_listeners(listeners)
-        self.engines.asynchronous  # noqa: B018 - what cannot work is said here, not at the first request
+        self.engines.check()  # what cannot work is said here, not at the first request
         settings = self.settings
         terms = Terms.of(
             secrets,
@@ -436,13 +446,12 @@ class Outbox:
             listeners = [stored_first(listener) for listener in listeners]
         # A transport that holds deliveries is closed with the run that holds them, not with another one beside it.
         if transport is None:
-            transport = self._database_transport() if self._on_database else self.transport
+            transport = self._database_transport() if self._on_database else self._transport_here()
         needs_store = relay or isinstance(transport, DatabaseTransport) or self.engines.configured
         async with AsyncExitStack() as stack:
+            await stack.enter_async_context(self._at_work())
             if needs_store:
-                self.engines.asynchronous  # noqa: B018 - a plain engine is told so, with advice
-                self._runs += 1
-                stack.push_async_callback(self._close_store)
+                self.engines.check()  # a plain engine is told so, with advice
                 await (self.store.open() if leftovers else self._open_store(transport))
             stack.push_async_callback(transport.close)
             await transport.open()
@@ -471,14 +480,35 @@ class Outbox:
                 task.result()  # raises what ended one of them: its transport is closed for good
         return abandoned
 
+    def _transport_here(self) -> Transport:
+        """The configured transport, whose connections are those of one event loop until its runs have ended."""
+        here = asyncio.get_running_loop()
+        for loop in [loop for loop in self._runs if loop is not here]:
+            if not loop.is_closed():
+                raise WrongEventLoop(
+                    f"a relay or a worker of this outbox is at work in another event loop, and the connections of the "
+                    f"transport {self.transport.name!r} are that loop's: make an Outbox for each loop"
+                )
+            del self._runs[loop]
+            self.__dict__.pop("transport", None)  # it was never closed, and cannot be any more
+        return self.transport
+
     async def _close_after_last(self) -> None:
-        if not self._runs:
+        if not self._runs[asyncio.get_running_loop()]:
             await self.close()
 
-    async def _close_store(self) -> None:
-        self._runs -= 1
-        if not self._runs:
-            await self.store.close()
+    @asynccontextmanager
+    async def _at_work(self) -> AsyncIterator[None]:
+        loop = asyncio.get_running_loop()
+        self._runs[loop] += 1
+        try:
+            yield
+        finally:
+            self._runs[loop] -= 1
+            if not self._runs[loop]:
+                del self._runs[loop]
+                if self.engines.configured:
+                    await self.store.close()
 
     async def _open_store(self, transport: Transport) -> None:
         await self.store.open()
@@ -553,7 +583,7 @@ class Outbox:
         return await self.store.check_tables()
 
     async def close(self) -> None:
-        """Let go of connections; whoever goes on gets new ones. Engines that were given stay as they are."""
+        """Let go of this event loop's connections; whoever goes on gets new ones. Given engines stay as they are."""
         for store in self._stores.values():
             await store.close()
         if "engines" in self.__dict__:

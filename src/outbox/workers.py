@@ -140,6 +140,8 @@ class Workers:
             )
         if call.arguments.session is Session or (listener.on_error and not call.arguments.is_async):
             self._engines.synchronous  # noqa: B018 - a missing driver is said before any message is touched
+        elif call.in_transaction and listener.session_factory is None:
+            self._engines.check_here()
         return (BatchHandling if takes_lists else Handling)(
             listener,
             call,

@@ -289,5 +289,5 @@ async def test_while_the_inbox_takes_no_entry_no_listener_is_called_and_no_attem
 
 
 async def execute(outbox: Outbox, statement: str) -> None:
-    async with outbox.engines.main.begin() as connection:
+    async with outbox.engines.asynchronous.begin() as connection:
         await connection.execute(text(statement))

@@ -3,7 +3,9 @@
 OutboxError
 ├── ConfigurationError          the setup cannot work; the text says what to change
 │   ├── TransportMismatch       the table already belongs to another transport
-│   └── UrlRefused              a URL from a user leads where none may lead
+│   ├── ForkRefused             SQLite: the parent of this process had the database open when it forked
+│   ├── UrlRefused              a URL from a user leads where none may lead
+│   └── WrongEventLoop          what was given is used by another event loop, and cannot be shared with it
 ├── MessageError (ValueError)   a message was refused before it was written
 │   ├── RoutingKeyInvalid
 │   ├── KeyInvalid
@@ -64,6 +66,14 @@ class TransportMismatch(ConfigurationError):
 
 class UrlRefused(ConfigurationError):
     """A URL that came from a user is not one that this machine may send requests to."""
+
+
+class ForkRefused(ConfigurationError):
+    """A forked process may not use a SQLite database that its parent had open when it forked."""
+
+
+class WrongEventLoop(ConfigurationError):
+    """An engine or a transport that was given is used by another event loop, and cannot be used by two."""
 
 
 class MessageError(OutboxError, ValueError):

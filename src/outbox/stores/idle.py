@@ -14,6 +14,8 @@ from typing import Any
 from sqlalchemy import Engine, event
 from sqlalchemy.exc import InvalidatePoolError
 
+from outbox.stores.sockets import descriptor
+
 LONGEST_TRUST = 10.0  # seconds since it was last used after which something on the way may have forgotten it
 
 _USED_AT = "outbox used at"
@@ -45,15 +47,6 @@ def _is_quiet(driver_connection: Any) -> bool:
     """Whether nothing came since the last answer: neither the end nor anything else."""
     with suppress(Exception):  # a closed one has no number any more, in each driver's own words
         waiting = select.poll()
-        waiting.register(_number(driver_connection), select.POLLIN)
+        waiting.register(descriptor(driver_connection), select.POLLIN)
         return not waiting.poll(0)
     return False
-
-
-def _number(driver_connection: Any) -> int:
-    """The number of its socket. asyncpg's can be had from its transport only."""
-    if hasattr(driver_connection, "fileno"):
-        number: int = driver_connection.fileno()
-    else:
-        number = driver_connection._transport.get_extra_info("socket").fileno()
-    return number

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import cached_property
@@ -26,7 +26,6 @@ from outbox.core.pace import Pace
 from outbox.stores.begin import begin
 from outbox.stores.line import Line, closed
 from outbox.stores.straight import DRIVER
-from outbox.stores.tables import NOT_ROUTED
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncConnection
@@ -46,13 +45,12 @@ LONGEST_DEAFNESS = 60.0  # seconds between two tries to listen where it does not
 
 
 class Notifier:
-    """One listening connection for a process that waits, one task that notifies for a process that writes."""
+    """One listening connection for an event loop that waits, one task that notifies for one that writes."""
 
     def __init__(self, store: PostgresqlStore) -> None:
         self._store = store
         messages = store.messages
         self._channel = f"outbox {(messages.schema or '')[:15]}.{messages.name}"
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._pending: set[str] = set()
         self._notifying: asyncio.Future[None] | None = None
         self._listening: asyncio.Task[None] | None = None
@@ -65,23 +63,16 @@ class Notifier:
         self._opening = asyncio.Lock()
         self._letting_go: set[asyncio.Future[None]] = set()  # of connections that come too late
 
-    def notify(self, destinations: Iterable[str | None]) -> None:
-        """Wake other processes soon. Where no event loop runs nobody is told, and the sleepers' polls find it."""
-        try:
-            loop = asyncio.get_running_loop()
-        except RuntimeError:
-            return
-        names = {destination or NOT_ROUTED for destination in destinations}
-        if self._belongs_to(loop):
-            self._notify_soon(names)
-        elif self._loop is not None:  # one loop of a process speaks for the others
-            self._loop.call_soon_threadsafe(self._notify_soon, names)
+    def notify(self, destinations: set[str]) -> None:
+        """Wake other processes soon."""
+        self._announced += 1
+        self._pending |= destinations
+        if self._notifying is None or self._notifying.done():
+            self._notifying = begin(self._notify())  # before the caller goes on, who may have much to do
 
     async def listen(self, longest: float) -> None:
         """Be woken from now on, and tell others for how long it is worth their while."""
         loop = asyncio.get_running_loop()
-        if not self._belongs_to(loop):
-            return
         if self._listening is None or self._listening.done():
             self._listening = loop.create_task(self._listen(), name="outbox listen")
         if not self._deaf and self._asleep_until < loop.time() + longest:
@@ -102,8 +93,6 @@ class Notifier:
 
     async def close(self) -> None:
         """End both tasks; what is pending is told first."""
-        if self._loop is not asyncio.get_running_loop():
-            return
         if self._notifying is not None and not self._notifying.done():
             await asyncio.wait([self._notifying], timeout=1)
         tasks = [task for task in (self._notifying, self._listening) if task is not None]
@@ -113,22 +102,6 @@ class Notifier:
             await asyncio.wait(tasks, timeout=2 * LAST_WORDS)
         if self._line is not None:
             await asyncio.wait([asyncio.ensure_future(self._end(self._line))], timeout=2 * LAST_WORDS)
-        self._loop = self._notifying = self._listening = None
-
-    def _belongs_to(self, loop: asyncio.AbstractEventLoop) -> bool:
-        """Whether this loop does the work; it does from now on if there is none that could."""
-        if self._loop is None or self._loop.is_closed():
-            self._loop, self._notifying, self._listening = loop, None, None
-            self._line, self._opening = None, asyncio.Lock()
-            self._asleep_until = 0.0
-            self._warm = False
-        return self._loop is loop
-
-    def _notify_soon(self, destinations: set[str]) -> None:
-        self._announced += 1
-        self._pending |= destinations
-        if self._notifying is None or self._notifying.done():
-            self._notifying = begin(self._notify())  # before the caller goes on, who may have much to do
 
     async def _notify(self) -> None:
         if not self._warm:

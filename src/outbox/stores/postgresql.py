@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 from sqlalchemy import (
     ARRAY,
@@ -48,6 +49,7 @@ from sqlalchemy.types import TypeEngine
 from outbox.core.diagnosis import Finding
 from outbox.core.durations import Retention
 from outbox.core.errors import ConfigurationError, TransactionError
+from outbox.core.loops import LoopLocal
 from outbox.core.store import Difference, Rows, Suspected
 from outbox.core.transaction_state import TransactionState
 from outbox.stores import postgresql_examination, postgresql_receiving, postgresql_state
@@ -58,6 +60,7 @@ from outbox.stores.notify import Notifier
 from outbox.stores.pooling import explained, unprepared
 from outbox.stores.postgresql_check import PostgresqlCheck
 from outbox.stores.snapshots import Snapshots
+from outbox.stores.sockets import cut_in_children
 from outbox.stores.sql import WORK_WITHIN, SqlStore
 from outbox.stores.straight import fetched
 from outbox.stores.tables import MESSAGE_COLUMNS, NOT_ROUTED, Tables
@@ -89,20 +92,23 @@ class PostgresqlStore(SqlStore):
     def __init__(self, tables: Tables, engine: AsyncEngine | None, clean_up_after: Retention) -> None:
         super().__init__(tables, clean_up_after)
         self._given = engine
-        self._engines: WeakKeyDictionary[asyncio.AbstractEventLoop, _Engines] = WeakKeyDictionary()
+        self._loops = LoopLocal(lambda: _InLoop(Notifier(self)), _InLoop.close)
         self._prepared: WeakSet[Pool] = WeakSet()
-        self._notifier = Notifier(self)
         self._snapshots = Snapshots()
         self._heads: defaultdict[str, Head] = defaultdict(Head)
         self._calm: set[str] = set()  # destinations of which nothing was heard since a claim found nothing
 
     async def _own(self) -> _Engines:
         """Connections of our own, made as the given engine makes its: listeners may use up the given pool."""
-        loop = asyncio.get_running_loop()  # connections belong to the loop that made them
-        engines = self._engines.get(loop)
-        if engines is None:
-            engines = self._engines.setdefault(loop, _Engines(await self.spare_engine()))
-        return engines
+        in_loop = self._loops.here()
+        if in_loop.engines is None:
+            engine = await self.spare_engine()
+            in_loop.engines = in_loop.engines or _Engines(engine)
+        return in_loop.engines
+
+    @property
+    def _notifier(self) -> Notifier:
+        return self._loops.here().notifier
 
     async def spare_engine(self) -> AsyncEngine:
         """A further engine that connects as the given one does."""
@@ -110,9 +116,9 @@ class PostgresqlStore(SqlStore):
             raise ConfigurationError("this needs an async database: call setup(db_engine_url=…) with an async driver")
         if not hasattr(self._given.dialect, "default_isolation_level"):
             # SQLAlchemy asks the server once what it can do, on the given pool's first connection, and a pool beside it
-            # would not wait for the answer.
-            async with self._given.connect():
-                pass
+            # would not wait for the answer. That connection is not left there: it is this loop's.
+            async with self._given.connect() as connection:
+                await connection.invalidate()
         return AsyncEngine(spare(self._given.sync_engine))
 
     async def _transact(self, work: Callable[[Connection], Result]) -> Result:
@@ -139,11 +145,7 @@ class PostgresqlStore(SqlStore):
 
     async def close(self) -> None:
         await self.lost_claims.close()
-        await self._notifier.close()
-        engines = self._engines.pop(asyncio.get_running_loop(), None)
-        if engines is not None:
-            # A connection says goodbye to its server, which may not answer any more.
-            await asyncio.wait([asyncio.ensure_future(engines.statements.dispose())], timeout=GOODBYE)
+        await self._loops.close()
 
     # The caller's connection.
 
@@ -224,7 +226,20 @@ class PostgresqlStore(SqlStore):
         self._calm.difference_update(destination or NOT_ROUTED for destination in destinations)
         super().announce(*destinations)
         if self._given is not None:
-            self._notifier.notify(destinations)
+            self._notify({destination or NOT_ROUTED for destination in destinations})
+
+    def _notify(self, destinations: set[str]) -> None:
+        """Wake other processes. Where no event loop runs none is woken, and their polls find it."""
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            return
+        if loop not in self._loops:
+            for other, in_loop in self._loops.elsewhere().items():  # a loop that lasts speaks for one that may not
+                with suppress(RuntimeError):  # it was closed meanwhile
+                    other.call_soon_threadsafe(in_loop.notifier.notify, destinations)
+                    return
+        self._notifier.notify(destinations)
 
     def heard(self, destination: str) -> None:
         """Another process has work for this destination."""
@@ -418,6 +433,21 @@ def _queue_of(messages: FromClause) -> ColumnElement[Any]:
     return bindparam("queues", type_=JSONB).op("->>")(messages.c.routing_key)
 
 
+class _InLoop:
+    """What of a store belongs to one event loop."""
+
+    def __init__(self, notifier: Notifier) -> None:
+        self.notifier = notifier
+        self.engines: _Engines | None = None
+
+    async def close(self) -> None:
+        await self.notifier.close()
+        engines, self.engines = self.engines, None
+        if engines is not None:
+            # A connection says goodbye to its server, which may not answer any more.
+            await asyncio.wait([asyncio.ensure_future(engines.statements.dispose())], timeout=GOODBYE)
+
+
 class _Engines:
     """One pool, for statements that stand alone, for transactions, and for looks at one moment."""
 
@@ -433,6 +463,7 @@ def spare(engine: Engine) -> Engine:
     pool = engine.pool.recreate()
     # Nobody is asked before each statement whether he is still there: whoever uses us tries again anyway.
     pool._pre_ping = False
+    cut_in_children(pool)
     return Engine(pool, engine.dialect, engine.url, hide_parameters=engine.hide_parameters)
 
 

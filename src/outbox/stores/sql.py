@@ -73,6 +73,7 @@ from outbox.stores.lost_claims import LostClaims
 from outbox.stores.receiving import SqlReceiving
 from outbox.stores.routing import SqlRouting
 from outbox.stores.rows import CLAIMED, EXPIRATION_PASSED, LONGEST_HISTORY, as_seconds, history_line, message_row
+from outbox.stores.sockets import cut_in_children
 from outbox.stores.spelling import Spelling
 from outbox.stores.tables import MESSAGE_COLUMNS, NOT_ROUTED, Tables
 from outbox.stores.wakeup import Wakeup
@@ -97,6 +98,7 @@ class SqlStore(Spelling):
         engine = create_async_engine(url, hide_parameters=True, connect_args=cls.connect_args(url))
         if cls.connections_can_die:
             ask_the_doubtful(engine.sync_engine)
+            cut_in_children(engine.sync_engine)
         return engine
 
     @classmethod
@@ -104,6 +106,7 @@ class SqlStore(Spelling):
         engine = create_engine(url, hide_parameters=True, connect_args=cls.connect_args(url))
         if cls.connections_can_die:
             ask_the_doubtful(engine)
+            cut_in_children(engine)
         return engine
 
     @classmethod

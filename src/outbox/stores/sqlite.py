@@ -41,12 +41,14 @@ from sqlalchemy.types import TypeEngine
 from outbox.core.diagnosis import Examination, Finding
 from outbox.core.durations import Retention
 from outbox.core.errors import ConfigurationError, SnapshotConflict, TablesMissing, TransactionError
+from outbox.core.loops import LoopLocal
 from outbox.core.store import AnyEngine, Difference, Rows
 from outbox.core.transaction_state import TransactionState
 from outbox.stores import sqlite_examination, sqlite_state
 from outbox.stores.failures import nothing_is_kept
 from outbox.stores.sql import SqlStore
 from outbox.stores.sqlite_check import SqliteCheck
+from outbox.stores.sqlite_files import files
 from outbox.stores.tables import Tables
 
 Result = TypeVar("Result")
@@ -75,6 +77,7 @@ class SqliteStore(SqlStore):
             event.listen(engine.sync_engine, "savepoint", _begin_first)
         else:
             prepare(engine)
+            files.watch(engine.sync_engine)
         return engine
 
     @classmethod
@@ -83,6 +86,7 @@ class SqliteStore(SqlStore):
             raise ConfigurationError("a database in memory has one connection, which threads cannot share: use a file")
         engine = super().make_sync_engine(url)
         prepare(engine)
+        files.watch(engine)
         return engine
 
     @classmethod
@@ -94,9 +98,7 @@ class SqliteStore(SqlStore):
     def __init__(self, tables: Tables, engine: AsyncEngine | None, clean_up_after: Retention) -> None:
         super().__init__(tables, clean_up_after)
         self._given = engine
-        self._thread: _Thread | _MemoryThread | None = None
-        self._turn: _Turn | None = None
-        self._pulse: asyncio.Task[None] | None = None
+        self._loops = LoopLocal(_InLoop, _InLoop.close)
 
     async def _transact(self, work: Callable[[Connection], Result]) -> Result:
         async with self.turn():
@@ -114,18 +116,10 @@ class SqliteStore(SqlStore):
 
     async def close(self) -> None:
         await self.lost_claims.close()
-        if self._pulse is not None:
-            self._pulse.cancel()
-            self._pulse = None
-        if self._thread is not None:
-            await self._thread.close()
-            self._thread = None
+        await self._loops.close()
 
     def turn(self, *, for_caller: bool = False) -> _Turn:
-        loop = asyncio.get_running_loop()
-        if self._turn is None or self._turn.loop is not loop:
-            self._turn = _Turn(loop)
-        return self._turn
+        return self._loops.here().turn
 
     async def anything_due(self, wanted: Mapping[str, Any]) -> bool:
         # A claim takes the one lock that every writer of the file waits for.
@@ -133,8 +127,9 @@ class SqliteStore(SqlStore):
         return await self.look(lambda connection: self.search(connection, self.due, parameters)) != []
 
     async def wait(self, longest: float, *, destination: str | None = None) -> None:
-        if self._pulse is None or self._pulse.done():
-            self._pulse = asyncio.create_task(self._watch(), name="outbox watch")
+        in_loop = self._loops.here()
+        if in_loop.pulse is None or in_loop.pulse.done():
+            in_loop.pulse = asyncio.create_task(self._watch(), name="outbox watch")
         await super().wait(longest, destination=destination)
 
     # The caller's connection.
@@ -249,23 +244,40 @@ class SqliteStore(SqlStore):
             seen = version
 
     def _own(self) -> _Thread | _MemoryThread:
-        if self._thread is None:
+        in_loop = self._loops.here()
+        if in_loop.thread is None:
             if self._given is None:
                 raise ConfigurationError(
                     "this needs an async database: call setup(db_engine_url=…) with an async driver"
                 )
-            self._thread = _MemoryThread(self._given) if in_memory(self._given.url) else _Thread(self._given.url)
-        return self._thread
+            in_loop.thread = _MemoryThread(self._given) if in_memory(self._given.url) else _Thread(self._given.url)
+        return in_loop.thread
+
+
+class _InLoop:
+    """What of a store belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self.turn = _Turn()
+        self.thread: _Thread | _MemoryThread | None = None
+        self.pulse: asyncio.Task[None] | None = None
+
+    async def close(self) -> None:
+        pulse, self.pulse = self.pulse, None
+        if pulse is not None:
+            pulse.cancel()
+        thread, self.thread = self.thread, None
+        if thread is not None:
+            await thread.close()
 
 
 class _Turn:
-    """Who writes next in this process: first come, first served.
+    """Who writes next in this event loop: first come, first served.
 
     SQLite itself lets writers guess: whoever asks again soonest gets the lock, and listeners ask without a pause.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.loop = loop
+    def __init__(self) -> None:
         self._lock = asyncio.Lock()
         self._holder: asyncio.Task[Any] | None = None
 
@@ -291,6 +303,7 @@ class _Thread:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="outbox-sqlite")
         self._engine = create_engine(url.set(drivername="sqlite"), connect_args={"timeout": BUSY_TIMEOUT})
         prepare(self._engine)
+        files.watch(self._engine)
         self._watcher: sqlite3.Connection | None = None
 
     async def run(self, work: Callable[[Connection], Result], *, reading: bool) -> Result:

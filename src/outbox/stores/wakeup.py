@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 
 
 class Wakeup:
     """A bell for each destination. Ringing one that nobody waits for is remembered for the next wait."""
 
     def __init__(self) -> None:
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._bells: dict[str, asyncio.Event] = {}
+        self._bells: dict[asyncio.AbstractEventLoop, dict[str, asyncio.Event]] = {}  # of each event loop
 
     def ring(self, destination: str) -> None:
         """End the sleep of whoever waits for this destination. Safe to call from any thread."""
-        self._soon(self._ring, destination)
+        self._soon(lambda bells: [bells[destination]] if destination in bells else [])
 
     def ring_all(self) -> None:
         """End every sleep."""
-        self._soon(self._ring_all)
+        self._soon(lambda bells: bells.values())
 
     async def wait(self, destination: str, longest: float) -> bool:
         """Sleep until the bell rings or the time is over; says whether it rang."""
@@ -34,28 +34,24 @@ class Wakeup:
 
     def _bell(self, destination: str) -> asyncio.Event:
         loop = asyncio.get_running_loop()
-        if self._loop is not loop:  # an outbox may outlive its event loop, its bells do not
-            self._loop, self._bells = loop, {}
-        return self._bells.setdefault(destination, asyncio.Event())
+        if loop not in self._bells:
+            for other in [other for other in list(self._bells) if other.is_closed()]:
+                self._bells.pop(other, None)  # an outbox may outlive its event loop, its bells do not
+        return self._bells.setdefault(loop, {}).setdefault(destination, asyncio.Event())
 
-    def _ring(self, destination: str) -> None:
-        bell = self._bells.get(destination)
-        if bell is not None:
-            bell.set()
-
-    def _ring_all(self) -> None:
-        for bell in self._bells.values():
-            bell.set()
-
-    def _soon(self, ring: Callable[..., None], *destination: str) -> None:
-        loop = self._loop
-        if loop is None or loop.is_closed():
-            return
+    def _soon(self, chosen: Callable[[Mapping[str, asyncio.Event]], Iterable[asyncio.Event]]) -> None:
         try:
-            here = asyncio.get_running_loop() is loop
+            here = asyncio.get_running_loop()
         except RuntimeError:
-            here = False
-        if here:
-            ring(*destination)
-        else:
-            loop.call_soon_threadsafe(ring, *destination)
+            here = None
+
+        def ring(bells: Mapping[str, asyncio.Event]) -> None:
+            for bell in chosen(bells):
+                bell.set()
+
+        for loop, bells in list(self._bells.items()):
+            if loop is here:
+                ring(bells)
+            else:
+                with suppress(RuntimeError):  # it is closed: nobody can be waiting there
+                    loop.call_soon_threadsafe(ring, bells)

@@ -47,9 +47,8 @@ async def drain(
     tally = Tally()
     async with AsyncExitStack() as stack:
         stack.enter_context(outbox._observe.joined_by(tally))
+        await stack.enter_async_context(outbox._at_work())
         if outbox.engines.configured:
-            outbox._runs += 1
-            stack.push_async_callback(outbox._close_store)
             await may_write(outbox.store)
             await outbox._open_store(transport)
         stack.push_async_callback(transport.close)
