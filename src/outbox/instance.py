@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from datetime import timedelta
 from functools import cached_property, partial
@@ -15,11 +15,12 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
 from outbox.adapters import routes_for, store_class, transport_for
+from outbox.background import in_background
 from outbox.core.binding import Binding
 from outbox.core.dead_letter import AllDeadLetters, DeadLetters
 from outbox.core.durations import Eta, Seconds
 from outbox.core.errors import ConfigurationError, TransactionError, TransportMismatch, WrongEventLoop
-from outbox.core.events import Started, Stopped
+from outbox.core.events import Failed, Started, Stopped
 from outbox.core.forks import forget_after_fork, never_collect
 from outbox.core.listener import Listener, check_listeners
 from outbox.core.message import Message
@@ -360,7 +361,10 @@ class Outbox:
     def running(
         self, *, relay: bool = False, listeners: Sequence[Listener] = (), store_first: bool = False
     ) -> AbstractAsyncContextManager[None]:
-        """Relay and worker in the background of this block, without signal handlers: for ASGI lifespans."""
+        """Relay and worker in the background of this block, without signal handlers: for ASGI lifespans.
+
+        If they end by themselves, as when a transport is closed for good, the block is cancelled and raises that error.
+        """
         return self._in_background(relay=relay, listeners=listeners, store_first=store_first)
 
     def http_app(
@@ -408,21 +412,8 @@ class Outbox:
         apart = self._database_transport(binds=False)
         return self._in_background(listeners=listeners, transport=apart, leftovers=True)
 
-    @asynccontextmanager
-    async def _in_background(self, **work: Any) -> AsyncIterator[None]:
-        shutdown = Shutdown()
-        ready = asyncio.Event()
-        task = asyncio.create_task(self.run(shutdown, ready=ready, **work), name="outbox")
-        waiting = asyncio.create_task(ready.wait())
-        try:
-            await asyncio.wait([task, waiting], return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                task.result()
-            yield
-        finally:
-            waiting.cancel()
-            shutdown.begun.set()
-            await task
+    def _in_background(self, **work: Any) -> AbstractAsyncContextManager[None]:
+        return in_background(lambda shutdown, ready: self.run(shutdown, ready=ready, **work))
 
     async def run(
         self,
@@ -460,25 +451,37 @@ class Outbox:
             if relay and isinstance(transport, Routes):
                 await self._relays.bind(transport)
             relays = self._relays.of(transport, relay, routes=not leftovers) if needs_store else []
-            self._observe(Started("worker" if listeners else "relay", self._described(transport, listeners)))
+            what = "worker" if listeners else "relay"
+            self._observe(Started(what, self._described(transport, listeners)))
             if ready is not None:
                 ready.set()
-            tasks: list[asyncio.Task[Any]] = [asyncio.create_task(each.run(shutdown.begun)) for each in relays]
+            besides: list[Awaitable[Any]] = [each.run(shutdown.begun) for each in relays]
             if storage is not None:
-                tasks.append(asyncio.create_task(storage.run(shutdown.begun, shutdown.forced)))
-            for task in tasks:
-                task.add_done_callback(lambda _: shutdown.begun.set())  # one that ends by itself ends everything
+                besides.append(storage.run(shutdown.begun, shutdown.forced))
+            tasks = [asyncio.create_task(self._ending_all(what, each, shutdown)) for each in besides]
             stack.push_async_callback(_end, tasks, shutdown, self.settings.duration("grace"))
             abandoned = 0
             if worker is not None:
-                abandoned = await worker.run(shutdown.begun, shutdown.forced)
+                serving = worker.run(shutdown.begun, shutdown.forced)
+                abandoned = await self._ending_all(what, serving, shutdown)
             else:
                 await shutdown.begun.wait()
-        self._observe(Stopped("worker" if listeners else "relay", abandoned))
+        self._observe(Stopped(what, abandoned))
         for task in tasks:
             if task.done() and not task.cancelled():
                 task.result()  # raises what ended one of them: its transport is closed for good
         return abandoned
+
+    async def _ending_all(self, what: str, work: Awaitable[Result], shutdown: Shutdown) -> Result:
+        """One part of a run that ends by itself ends everything."""
+        try:
+            return await work
+        except Exception as error:
+            if not shutdown.begun.is_set():
+                self._observe(Failed(what, error))
+            raise
+        finally:
+            shutdown.begun.set()
 
     def _transport_here(self) -> Transport:
         """The configured transport, whose connections are those of one event loop until its runs have ended."""

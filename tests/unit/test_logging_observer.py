@@ -19,6 +19,7 @@ from outbox.core.events import (
     Conflicted,
     Emitted,
     Event,
+    Failed,
     Handled,
     HookFailed,
     LeaseWasLost,
@@ -115,6 +116,9 @@ CASES: list[Any] = [
     pytest.param(CleanedUp("inbox", 40), logging.DEBUG, ["cleaned up", "40", "inbox"], id="cleaned up"),
     pytest.param(Started("worker", "transport database"), logging.INFO, ["worker", "database"], id="started"),
     pytest.param(Stopped("relay"), logging.INFO, ["relay", "stopped"], id="stopped"),
+    pytest.param(
+        Failed("relay", OSError("closed\nfor good")), logging.ERROR, ["relay", "ended by itself"], id="failed"
+    ),
     pytest.param(Stopped("worker", 2), logging.WARNING, ["stopped", "2", "abandoned"], id="abandoned"),
     pytest.param(
         CircuitOpened("https://shop.example", "refused\nby all", timedelta(seconds=2)),

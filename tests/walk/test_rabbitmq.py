@@ -19,7 +19,7 @@ from yarl import URL
 from outbox import Listener, Outbox
 from outbox.core.attempt import Done
 from outbox.core.errors import ConfigurationError, TransportClosed, TransportUnavailable
-from outbox.core.events import Relayed, Started, Troubled
+from outbox.core.events import Failed, Relayed, Started, Troubled
 from outbox.core.message import Message
 from outbox.core.transport import Defaults
 from outbox.observers.logging import LoggingObserver
@@ -267,6 +267,34 @@ async def test_a_worker_ends_when_the_connection_it_was_given_closes_for_good(
     await connection.close()
     with pytest.raises(TransportClosed):
         await asyncio.wait_for(working, PATIENCE)
+
+
+@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+@pytest.mark.parametrize("part", ["relay", "worker"])
+async def test_a_block_is_told_when_what_runs_beside_it_has_ended_for_good(
+    part: str,
+    broker: RabbitMQ,
+    table_name: str,
+    database_url: str,
+    listener: Listener,
+    recorder: Recorder,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    connection = await aio_pika.connect(broker.url)
+    names = {"exchange_name": table_name, "queue_prefix": f"{table_name}."}
+    observers = [recorder, LoggingObserver()]
+    outbox = Outbox(db_engine_url=database_url, rmq_connection=connection, observers=observers, grace=5, **names)
+    with pytest.raises(TransportClosed):
+        async with asyncio.timeout(PATIENCE), outbox.running(relay=True, listeners=[listener] * (part == "worker")):
+            await connection.close()
+            if part == "relay":  # which notices when there is something to send
+                async with outbox.transaction() as session:
+                    await outbox.emit(session, "order.created", 1)
+            await asyncio.Event().wait()  # as an application does that serves requests
+    assert [event.what for event in recorder.of(Failed)] == [part]
+    errors = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+    assert errors[-1].startswith(f"{part} ended by itself and is not started again: TransportClosed: ")
+    await outbox.close()
 
 
 @pytest.mark.parametrize(

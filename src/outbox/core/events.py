@@ -152,6 +152,14 @@ class Stopped:
 
 
 @dataclass(frozen=True, slots=True)
+class Failed:
+    """A relay or worker ended by itself, for good: nothing in this process does its work until it is started again."""
+
+    what: str
+    error: BaseException
+
+
+@dataclass(frozen=True, slots=True)
 class HookFailed:
     """What was to be done after a commit failed. The commit stands, and nobody tries again."""
 
@@ -193,6 +201,7 @@ Event = (
     | CleanedUp
     | Started
     | Stopped
+    | Failed
     | HookFailed
     | Advised
     | Troubled

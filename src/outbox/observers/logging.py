@@ -15,6 +15,7 @@ from outbox.core.events import (
     Conflicted,
     Emitted,
     Event,
+    Failed,
     Handled,
     HookFailed,
     LeaseWasLost,
@@ -97,6 +98,8 @@ class LoggingObserver:
                     logger.warning("%s stopped, %d listeners did not end in time and were abandoned", what, abandoned)
                 else:
                     logger.info("%s stopped", what)
+            case Failed(what, error):
+                logger.error("%s ended by itself and is not started again: %s", what, _words(error))
             case HookFailed(what, error):
                 logger.error("%s failed after the commit, which stands: %s", what, _words(error))
             case RequestDeclined(status, why):

@@ -60,6 +60,7 @@ class PlainWire:
     async def _open(self, **options: bool) -> AbstractChannel:
         """A new channel. The library waits for its answer even on a connection that has ended."""
         opening = asyncio.ensure_future(asked(self._numbered(**options)))
+        opening.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may fail when left alone
         either: list[asyncio.Future[Any]] = [opening, self.ended]
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
