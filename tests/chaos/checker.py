@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import sha256
 
-from tests.chaos.evidence import Buried, Effect, FinalTables
+from tests.chaos.evidence import Buried, Change, Effect, FinalTables
 from tests.chaos.fates import FATES, HANGING, MOST_ATTEMPTS, MOST_CRASHES, QUEUES
 from tests.chaos.history import COMMITTED, ROLLED_BACK, UNKNOWN, UNTOLD, Emitted, History
 
 RECOVERY = 10.0  # seconds within which work resumes once the faults are over
 STOPPING = 20.0  # seconds within which a process that was told to stop is gone
-ON_THE_WAY = 1.0  # seconds that a request may take from its relay to the doorway
+ON_THE_WAY = 1.0  # seconds that a request may take from its relay to the doorway, or a write that was frozen
 LONGEST_BATCH = 30.0  # seconds after which a relay knows what became of all that it sent at once
 TOLERANCE = 3  # a slow machine may take so many times as long
 
@@ -72,7 +72,7 @@ def check(history: History, tables: FinalTables) -> list[Violation]:
         *_effects(facts),
         *_dead_letters(facts, tables.at_least_once),
         *_own_commits(facts, history, tables.at_least_once),
-        *_leases(tables),
+        *_leases(history, tables),
         *_recovery(history, tables),
         *_outages(tables),
         *_processes(history),
@@ -229,7 +229,7 @@ def _attempts(letter: Buried) -> Iterator[Violation]:
             yield Violation(Kind.RETRIES, letter.message.id, f"tried again after attempt {number}")
 
 
-def _leases(tables: FinalTables) -> Iterator[Violation]:
+def _leases(history: History, tables: FinalTables) -> Iterator[Violation]:
     """A row under a lease is written by the lease's holder while it holds, and by nobody else before it ended.
 
     A statement looks at the lease after it began and before the row was changed. So a lease that had ended when it
@@ -247,11 +247,20 @@ def _leases(tables: FinalTables) -> Iterator[Violation]:
         if change.new_token not in (None, held_by):
             if change.old_until > change.at:
                 yield Violation(Kind.STOLEN, change.message_id, f"row {change.row} taken by {change.application}")
-        elif change.old_until <= change.statement_at:
+        elif change.old_until <= change.statement_at and not _froze_while_it_wrote(history, change):
             yield Violation(Kind.LATE, change.message_id, f"row {change.row} written by {change.application}")
         elif holders.get(held_by) != change.application:
             holder = holders.get(held_by)
             yield Violation(Kind.FOREIGN, change.message_id, f"held by {holder}, written by {change.application}")
+
+
+def _froze_while_it_wrote(history: History, change: Change) -> bool:
+    """SQLite knows no moment at which a transaction began to write; one that is frozen then keeps all others away."""
+    if change.application is not None or change.old_until is None:
+        return False
+    ended, written = change.old_until.timestamp(), change.at.timestamp()
+    freezes = [fault for fault in history.faults if fault.kind == "freeze"]
+    return any(fault.began <= ended <= fault.ended and written <= fault.ended + ON_THE_WAY for fault in freezes)
 
 
 def _recovery(history: History, tables: FinalTables) -> Iterator[Violation]:

@@ -94,7 +94,7 @@ _SHORT_ON_SQLITE = Profile(
     messages=300,
     slow=0.1,
     kills=0.003,
-    mistakes=0.05,
+    mistakes=0.03,
     disk=64 * MEBIBYTE,
 )
 _LONG = Profile(

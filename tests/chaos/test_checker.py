@@ -625,5 +625,17 @@ def test_what_its_driver_could_not_commit_may_be_tried_again() -> None:
     assert world.violations() == []
 
 
+def test_a_process_that_froze_while_it_wrote_to_sqlite_kept_all_others_away() -> None:
+    world = good_world()
+    world.change_row(4, old_until=at(5.5), application=None)
+    world.change_row(3, application=None)
+    assert world.violations() == [(Kind.LATE, "plain")]
+    world.faults.append(Struck("freeze", "worker-1", at(5.2).timestamp(), at(5.9).timestamp()))
+    assert world.violations() == []
+    world.change_row(4, application="worker-1.1")
+    world.change_row(3, application="worker-1.1")
+    assert world.violations() == [(Kind.LATE, "plain")]
+
+
 def test_every_kind_of_violation_is_planted() -> None:
     assert {kind for _, kind, _ in BAD.values()} | {Kind.UNRESOLVED} == set(Kind)
