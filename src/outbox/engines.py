@@ -222,11 +222,12 @@ class ListenerSessions:
     def __init__(self, engines: Engines, store: Store) -> None:
         self._engines = engines
         self.store = store
+        self.depend_on_message = False
 
-    def asynchronous(self, message: Message) -> AsyncSession:
+    def asynchronous(self, message: Message | None) -> AsyncSession:
         return self._engines.session(close_resets_only=False)  # whoever still has it then is too late
 
-    def synchronous(self, message: Message) -> Session:
+    def synchronous(self, message: Message | None) -> Session:
         return self._engines.plain_session()
 
     def turn(self) -> AbstractAsyncContextManager[None]:
@@ -240,13 +241,14 @@ class ChosenSessions(ListenerSessions):
         super().__init__(engines, store)
         self._queue = listener.queue
         factory: Any = listener.session_factory
-        self._source: Callable[[Message], Any] = lambda message: factory
+        self._source: Callable[[Message | None], Any] = lambda message: factory
         if isinstance(factory, str | URL):
             engines.check_database(parse_url(factory))
         elif not is_factory(factory):
             self._source = factory
+            self.depend_on_message = True
 
-    def asynchronous(self, message: Message) -> AsyncSession:
+    def asynchronous(self, message: Message | None) -> AsyncSession:
         source = self._source(message)
         if source is None:
             return super().asynchronous(message)
@@ -257,7 +259,7 @@ class ChosenSessions(ListenerSessions):
             raise self._wrong(session, "AsyncSession")
         return session
 
-    def synchronous(self, message: Message) -> Session:
+    def synchronous(self, message: Message | None) -> Session:
         source = self._source(message)
         if source is None:
             return super().synchronous(message)

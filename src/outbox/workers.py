@@ -61,6 +61,8 @@ class Workers:
         threads = Threads(sum(listener.concurrency * (1 if listener.on_error is None else 2) for listener in listeners))
         stack.callback(threads.shutdown)
         handlings = {listener: self.handling(listener, threads) for listener in listeners}
+        for handling in handlings.values():
+            await handling.check()
         await transport.declare(listeners)
         for listener in listeners:
             self._observe(Bound(listener.binding))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Generator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -368,3 +368,37 @@ async def test_a_function_that_hands_back_a_coroutine_is_not_taken_for_handled()
         for coroutine in made:
             coroutine.close()
     assert ran.is_set() or letters, "neither did it run nor is it a dead letter"
+
+
+class Awaitable:
+    """What a client library hands back instead of a coroutine."""
+
+    def __init__(self, ran: asyncio.Event) -> None:
+        self._ran = ran
+
+    def __await__(self) -> Generator[Any, None, None]:
+        self._ran.set()
+        yield from asyncio.sleep(0).__await__()
+
+
+async def test_an_awaitable_that_a_listener_hands_back_is_awaited_or_refused() -> None:
+    ran = asyncio.Event()
+
+    def plain(order: object) -> Awaitable:
+        return Awaitable(ran)
+
+    async def in_loop(order: object) -> Awaitable:
+        return Awaitable(ran)
+
+    _, [letter] = await one_outcome(plain)
+    assert "an awaitable that nobody runs" in letter.error and not ran.is_set()
+    _, letters = await one_outcome(in_loop)
+    assert ran.is_set() and not letters
+
+
+async def test_a_generator_that_a_listener_hands_back_is_not_taken_for_handled() -> None:
+    def work(order: object) -> Iterator[None]:
+        yield
+
+    _, [letter] = await one_outcome(lambda order: work(order))
+    assert "a generator that nobody runs" in letter.error

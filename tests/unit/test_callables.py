@@ -1,5 +1,6 @@
 """Callables: whatever can be called can listen, and annotations may be postponed."""
 
+import contextlib
 import functools
 import textwrap
 from collections.abc import Callable, Iterator
@@ -88,7 +89,16 @@ async def an_async_generator(order: object) -> Any:
     yield
 
 
-@pytest.mark.parametrize("callback", [a_generator, an_async_generator])
+@pytest.mark.parametrize(
+    "callback",
+    [
+        a_generator,
+        an_async_generator,
+        contextlib.contextmanager(a_generator),
+        contextlib.asynccontextmanager(an_async_generator),
+        functools.partial(contextlib.asynccontextmanager(an_async_generator)),
+    ],
+)
 def test_a_function_whose_call_runs_nothing_is_refused(callback: Any) -> None:
     refused(callback)
 

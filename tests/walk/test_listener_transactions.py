@@ -7,15 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection, text
+from sqlalchemy import Connection, create_engine, make_url, text
 from sqlalchemy.exc import DBAPIError, IntegrityError
-from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
+from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import Session, registry, sessionmaker
 
-from outbox import Listener, Outbox, Reason, TransactionError, listen
+from outbox import ConfigurationError, Listener, Outbox, Reason, TransactionError, listen
 from outbox.core.attempt import Dead, Done, RetryIn
-from outbox.core.events import Handled
+from outbox.core.events import Handled, Troubled
 from tests.broker import VirtualHost
+from tests.seeds.observing import eventually
 
 from .strategies import Effects, Watch, emit
 
@@ -309,3 +310,61 @@ async def test_a_transaction_that_was_ended_on_the_driver_is_not_tried_again(
         assert [outcome.reason for outcome in ended] == [Reason.REJECTED], outcomes
         assert "TransactionEnded" in ended[0].error and "driver's own connection" in ended[0].error
     assert sorted(await effects.all()) == sorted(listener.queue for listener in listeners)
+
+
+# AUTOCOMMIT.
+
+
+@pytest.mark.parametrize("database_url", ["postgresql+asyncpg", "postgresql+psycopg"], indirect=True)
+async def test_a_worker_on_an_engine_in_autocommit_is_refused_at_its_start(
+    make_outbox: MakeOutbox, database_url: str
+) -> None:
+    options = {"asyncpg": {"isolation_level": "AUTOCOMMIT"}, "psycopg": {"connect_args": {"autocommit": True}}}
+    engine = create_async_engine(database_url, **options[make_url(database_url).get_driver_name()])  # type: ignore[arg-type]
+    outbox = make_outbox(db_engine=engine)
+
+    @listen("#", queue="q")
+    async def listener(body: int, session: AsyncSession) -> None: ...
+
+    with pytest.raises(ConfigurationError, match=r"q: its session's connection is in AUTOCOMMIT.*Remove"):
+        async with outbox.running(listeners=[listener]):
+            pass
+    await engine.dispose()
+
+
+@on(("postgresql+psycopg", None), ("sqlite", MEMORY))
+async def test_sessions_of_a_factory_in_autocommit_are_refused_and_no_message_is_lost(
+    make_outbox: MakeOutbox, watch: Watch, effects: Effects, transport: str | None, database_url: str
+) -> None:
+    outbox = make_outbox(transport=transport, observers=[watch])
+    kind = make_url(database_url).get_backend_name()
+    arguments: Any = {"isolation_level": None} if kind == "sqlite" else {"autocommit": True}
+    engine = create_async_engine(database_url, connect_args=arguments)
+    plain_engine = create_engine(outbox.engines.synchronous.url, isolation_level="AUTOCOMMIT")
+
+    async def in_loop(body: int, session: AsyncSession) -> None:
+        await session.execute(effects.write("in loop"))
+
+    def in_thread(body: int, session: Session) -> None: ...
+
+    at_start = [
+        listen("#", queue="q", session_factory=async_sessionmaker(engine))(in_loop),
+        listen("#", queue="q", session_factory=sessionmaker(plain_engine))(in_thread),
+    ]
+    for refused in at_start:
+        with pytest.raises(ConfigurationError, match="AUTOCOMMIT"):
+            async with outbox.running(listeners=[refused]):
+                pass
+
+    makers = [async_sessionmaker(engine), async_sessionmaker(outbox.engines.asynchronous)]
+    by_message = listen("#", queue="q", retry_delays=(), session_factory=lambda message: makers[0])(in_loop)
+    await emit(outbox, 1)
+    async with outbox.running(relay=True, listeners=[by_message]):
+        [troubled, *_] = await watch.wait_for(Troubled)
+        del makers[0]
+        await eventually(lambda: any(isinstance(event.outcome, Done) for event in watch.of(Handled)))
+    assert isinstance(troubled.error, ConfigurationError) and "AUTOCOMMIT" in str(troubled.error)
+    assert not any(isinstance(event.outcome, Dead) for event in watch.of(Handled))
+    assert await effects.all() == ["in loop"]
+    await engine.dispose()
+    plain_engine.dispose()

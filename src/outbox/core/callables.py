@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable
@@ -16,6 +17,24 @@ def is_async(function: Callable[..., Any]) -> bool:
     while isinstance(function, functools.partial):
         function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def makes_context_manager(function: Callable[..., Any]) -> bool:
+    """Whether it is decorated with contextlib's contextmanager or asynccontextmanager: calling it runs nothing."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    behind = inspect.unwrap(function)
+    is_generator = inspect.isgeneratorfunction(behind) or inspect.isasyncgenfunction(behind)
+    return is_generator and getattr(function, "__globals__", None) is vars(contextlib)
+
+
+def not_run(returned: object) -> str | None:
+    """What a function handed back that somebody else has to run; None if it was run."""
+    if inspect.isawaitable(returned):
+        return "an awaitable"
+    if inspect.isgenerator(returned) or inspect.isasyncgen(returned):
+        return "a generator"
+    return None
 
 
 def plain(annotation: Any) -> Any:

@@ -12,7 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
 from outbox.core.body import Decoder, decoder
-from outbox.core.callables import is_async, is_kind, plain, with_session
+from outbox.core.callables import is_async, is_kind, makes_context_manager, plain, with_session
 from outbox.core.errors import ConfigurationError
 from outbox.core.listener import Listener
 from outbox.core.message import Message
@@ -90,6 +90,8 @@ def check_kind(listener: Listener, session: type[AsyncSession] | type[Session] |
     """Refuse a callback that cannot be called, or not with the session that it asks for."""
     if inspect.isgeneratorfunction(listener.callback) or inspect.isasyncgenfunction(listener.callback):
         raise ConfigurationError(f"{listener.queue}: calling a generator runs nothing; remove its yield")
+    if makes_context_manager(listener.callback):
+        raise ConfigurationError(f"{listener.queue}: calling a context manager runs nothing; remove its decorator")
     if session is AsyncSession and not is_async(listener.callback):
         raise ConfigurationError(f"{listener.queue}: a plain function cannot use an AsyncSession; make it `async def`")
     if session is Session and is_async(listener.callback):

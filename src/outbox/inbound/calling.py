@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from concurrent.futures import Executor
-from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
@@ -14,6 +14,8 @@ from sqlalchemy import Connection
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
+from outbox.core.callables import not_run
+from outbox.core.errors import ConfigurationError
 from outbox.core.listener import Listener
 from outbox.core.message import Message
 from outbox.core.store import Store
@@ -24,9 +26,18 @@ from outbox.inbound.conflicts import Conflicts
 from outbox.inbound.inbox import Inbox
 from outbox.inbound.strategies import Isolation, TimeLimit
 from outbox.inbound.threads import Fence, run_in_thread
-from outbox.inbound.transactions import Around, Terms, transact, transact_in_thread
+from outbox.inbound.transactions import (
+    AUTOCOMMIT,
+    Around,
+    Terms,
+    is_autocommit,
+    is_autocommit_in_thread,
+    transact,
+    transact_in_thread,
+)
 from outbox.inbound.unrenewed import Leases, Unrenewed
 
+CONNECTED_WITHIN = 5.0  # seconds for a look at the first connection; later it is looked at when it is needed
 SESSION_TIME_LIMIT = timedelta(seconds=15)  # a transaction that stays open longer holds up the whole database
 
 
@@ -36,9 +47,12 @@ class Sessions(Protocol):
     @property
     def store(self) -> Store: ...
 
-    def asynchronous(self, message: Message) -> AsyncSession: ...
+    @property
+    def depend_on_message(self) -> bool: ...
 
-    def synchronous(self, message: Message) -> Session: ...
+    def asynchronous(self, message: Message | None) -> AsyncSession: ...
+
+    def synchronous(self, message: Message | None) -> Session: ...
 
     def turn(self) -> AbstractAsyncContextManager[None]: ...
 
@@ -82,6 +96,27 @@ class Call:
         """Whether a delivery's end is written by the listener's own transaction."""
         return self.arguments.session is not None
 
+    async def check_session(self) -> None:
+        """Refuse sessions in AUTOCOMMIT before any message is touched.
+
+        One that depends on the message is refused when it comes. Whatever else is wrong with a session shows then, too.
+        """
+        sessions = self._sessions
+        if not self.in_transaction or sessions is None or sessions.depend_on_message:
+            return
+        options = None if self._isolation_of is None else self._isolation_of.fixed
+        terms = Terms(self._listener.queue, sessions.store, None, options)
+        found = False
+        with suppress(Exception):
+            async with asyncio.timeout(CONNECTED_WITHIN), sessions.turn():
+                if self.arguments.is_async:
+                    found = await is_autocommit(sessions.asynchronous(None), terms)
+                else:
+                    look = partial(is_autocommit_in_thread, sessions.synchronous(None), terms)
+                    found = await asyncio.get_running_loop().run_in_executor(self._executor, look)
+        if found:
+            raise ConfigurationError(AUTOCOMMIT.format(queue=self._listener.queue))
+
     async def __call__(self, delivery: Delivery) -> None:
         """Run to the end, or raise what went wrong. With a session, returning means committed."""
         if self._conflicts is not None:
@@ -93,9 +128,9 @@ class Call:
             await run_in_thread(self._executor, partial(self._without_session, values), limit)
         elif limit is not None:
             async with asyncio.timeout(limit.total_seconds()):
-                await self.arguments.call(self._callback, values)
+                await self._awaited(values)
         else:
-            await self.arguments.call(self._callback, values)
+            await self._awaited(values)
 
     async def _in_transaction(self, delivery: Delivery) -> None:
         message = delivery.attempt.message
@@ -110,10 +145,18 @@ class Call:
         async with sessions.turn():
             with unrenewed:
                 if self.arguments.is_async:
-                    body = partial(self.arguments.call, self._callback, values)
+                    body = partial(self._awaited, values)
                     await transact(sessions.asynchronous(message), around, body, terms)
                 else:
                     await run_in_thread(self._executor, in_thread, limit)
+
+    async def _awaited(self, values: Any, session: object = None) -> None:
+        returned = await self.arguments.call(self._callback, values, session)
+        if inspect.isawaitable(returned):  # a task, or what `gather` makes
+            returned = await returned
+        what = not_run(returned)
+        if what is not None:
+            raise TypeError(f"the listener returned {what} that nobody runs")
 
     def _without_session(self, values: dict[str, Any], fence: Fence) -> None:
         fence.started()
@@ -124,16 +167,17 @@ class Call:
             returned = self.arguments.call(self._callback, values, session)
         except StopIteration as error:
             raise RuntimeError("the listener raised StopIteration") from error  # no future can carry one
-        if inspect.iscoroutine(returned):
-            returned.close()
-            raise TypeError("the listener returned a coroutine that nobody awaits: make it `async def`")
+        what = not_run(returned)
+        if what is not None:
+            if inspect.iscoroutine(returned):
+                returned.close()
+            raise TypeError(f"the listener returned {what} that nobody runs: make it `async def` and await it there")
 
     def _terms(self, message: Message, limit: timedelta | None) -> Terms:
         options = None if self._isolation_of is None else self._isolation_of(message)
         assert self._sessions is not None  # noqa: S101 - checked before the worker starts
-        return Terms(
-            self._listener.queue, self._sessions.store, None if limit is None else limit.total_seconds(), options
-        )
+        seconds = None if limit is None else limit.total_seconds()
+        return Terms(self._listener.queue, self._sessions.store, seconds, options)
 
     def _database(self, delivery: Delivery, limit: timedelta | None) -> tuple[Sessions, Around, Unrenewed]:
         sessions, leases, inbox, queue = self._sessions, self._leases, self._inbox, self._listener.queue

@@ -51,6 +51,10 @@ class Handling:
         self._observe = observe
         self._failing = failing
 
+    async def check(self) -> None:
+        """Refuse what cannot work before any message is touched."""
+        await self._call.check_session()
+
     async def handle(self, delivery: Delivery, refusal: Exception | None = None) -> None:
         """Every delivery ends in exactly one outcome, whatever the listener or the message does. Runs as a task.
 

@@ -48,5 +48,12 @@ class Isolation:
         self._store = store
 
     def __call__(self, message: Message) -> Mapping[str, Any]:
-        level = self._level(message) if callable(self._level) else self._level
+        return self._options(self._level(message)) if callable(self._level) else self.fixed
+
+    @property
+    def fixed(self) -> Mapping[str, Any]:
+        """What it is told whatever the message is."""
+        return {} if callable(self._level) else self._options(self._level)
+
+    def _options(self, level: str | None) -> Mapping[str, Any]:
         return {} if level is None else self._store.isolation(named_level(level))

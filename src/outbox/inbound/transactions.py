@@ -136,6 +136,24 @@ def _connected(session: Session, terms: Terms) -> Connection:
         raise NotStarted(f"no connection for {terms.queue}") from error
 
 
+async def is_autocommit(session: AsyncSession, terms: Terms) -> bool:
+    """Whether a listener's session would keep what it writes even if the listener fails."""
+    try:
+        return await session.run_sync(_is_autocommit, terms)
+    finally:
+        await asyncio.shield(session.close())
+
+
+def is_autocommit_in_thread(session: Session, terms: Terms) -> bool:
+    """The same for a plain session."""
+    with session:
+        return _is_autocommit(session, terms)
+
+
+def _is_autocommit(session: Session, terms: Terms) -> bool:
+    return terms.store.state_of(session.connection(execution_options=terms.options)) is TransactionState.AUTOCOMMIT
+
+
 def _close(session: Session, own_end: OwnEnd) -> None:
     """Roll back, and give the connection back, even if a refusal has left SQLAlchemy with the belief that it has."""
     connection = own_end.connection
