@@ -197,6 +197,17 @@ async def test_emit_on_a_given_engine_refuses_what_sqlite_has_rolled_back(
 
 
 @SQLITE
+async def test_a_transaction_that_a_prepared_engine_is_about_to_begin_is_no_reason_for_a_warning(
+    outbox: Outbox, effects: Effects, engine: AsyncEngine
+) -> None:
+    prepare(engine)
+    async with engine.connect() as connection:
+        await outbox.emit(connection, "order.created", 1)
+        await connection.rollback()
+    assert not await outbox.messages()
+
+
+@SQLITE
 async def test_a_savepoint_that_comes_first_on_a_given_engine_is_warned_of(
     outbox: Outbox, effects: Effects, engine: AsyncEngine
 ) -> None:

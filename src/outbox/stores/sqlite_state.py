@@ -31,7 +31,8 @@ def state_of(connection: Connection) -> TransactionState:
     driver: Any = connection.connection.driver_connection
     if driver.in_transaction:
         return TransactionState.OPEN
-    return TransactionState.IDLE if _begins_by_itself(driver) else TransactionState.AUTOCOMMIT
+    will_begin = transaction is None and any(True for _ in connection.dispatch.begin)  # such as that of `prepare`
+    return TransactionState.IDLE if will_begin or _begins_by_itself(driver) else TransactionState.AUTOCOMMIT
 
 
 def is_rolled_back(connection: Connection) -> bool:
