@@ -155,7 +155,8 @@ def _destinations(backlog: Backlog) -> Iterator[Finding]:
     """Of an outage no age of a message tells: what was tried in vain is due later."""
     for circuit in backlog.circuits:
         if circuit.failures:
-            what = f"{circuit.destination or 'the destination'} does not answer, failure {circuit.failures} in a row"
+            how = "does not answer" if circuit.refusing is None else "takes nothing"
+            what = f"{circuit.destination or 'the destination'} {how}, failure {circuit.failures} in a row"
             advice = "mend the destination, or remove its route; relays ask it again and again, with one message"
             yield Finding(Level.WARNING, "destinations", f"{what}: {circuit.error}", advice)
 

@@ -123,7 +123,7 @@ CASES: list[Any] = [
     pytest.param(
         CircuitOpened("https://shop.example", "refused\nby all", timedelta(seconds=2)),
         logging.ERROR,
-        ["https://shop.example", "does not answer", "2s", "refused"],
+        ["https://shop.example", "takes nothing", "2s", "refused"],
         id="circuit opened",
     ),
     pytest.param(CircuitClosed(None), logging.INFO, ["the destination", "answers again"], id="circuit closed"),

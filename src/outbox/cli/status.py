@@ -240,6 +240,8 @@ def _outage(circuit: Circuit) -> str:
     place = circuit.destination or "the destination"
     pause = f" for {words.duration(circuit.remaining)}" if circuit.state is CircuitState.OPEN else ""
     tried = f"no answer {words.count(circuit.failures, 'time')}"
+    if circuit.refusing is not None:
+        tried = f"nothing taken for {words.duration(circuit.refusing)}"
     return f"{place}: {circuit.state}{pause}, {tried}: {words.first_line(circuit.error)}"
 
 

@@ -173,6 +173,7 @@ class Circuit:
     failures: int = 0  # times in a row that no answer came
     remaining: timedelta = NO_DELAY  # of the pause, or of the time that a probe has
     error: str = ""
+    refusing: timedelta | None = None  # for how long it has taken nothing although it answers; none: it does not do so
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -402,11 +403,12 @@ class Store(Feed, Protocol):
         ...
 
     async def open_circuit(
-        self, destination: str | None, pause: timedelta, error: str, *, probe: int | None = None
+        self, destination: str | None, pause: timedelta, error: str, *, probe: int | None = None, refusing: bool = False
     ) -> bool:
         """No answer came: nobody is to ask again before the pause is over. Says whether that is news.
 
         Without `probe` it opens a circuit that was closed; with it, one that this very probe was to find out about.
+        `refusing`: answers came, and all were refusals. Since when is kept until the destination takes something.
         """
         ...
 
@@ -417,8 +419,8 @@ class Store(Feed, Protocol):
         """
         ...
 
-    async def close_circuit(self, destination: str | None) -> bool:
-        """An answer came. Says whether that is news."""
+    async def close_circuit(self, destination: str | None, *, refusing: bool = False) -> bool:
+        """An answer came. Says whether that is news. `refusing`: it took nothing, so since when it refuses is kept."""
         ...
 
     async def purge(self, keep: timedelta, limit: int) -> int:

@@ -52,6 +52,7 @@ class Refusal:
     error: str
     permanent: bool = False  # it never will
     retry_after: timedelta | None = None  # how long it asks to be left alone
+    unspecific: bool = False  # it may refuse everything for now, and not this message: no such path, no access
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,7 @@ class LoggingObserver:
                     logger.debug("stored %d message(s) in %s, %d were there before", stored, queue, duplicates)
             case CircuitOpened(destination, error, pause):
                 logger.error(
-                    "%s does not answer, nobody asks it for %s: %s",
+                    "%s takes nothing, the next attempt is in %s: %s",
                     _place(destination),
                     in_words(pause),
                     _first_line(error),

@@ -19,6 +19,8 @@ from outbox.core.store import Circuit, CircuitState, Store
 LOOK_EVERY = 1.0  # seconds between two looks at what other relays found out
 SHORTEST, LONGEST = 1.0, 7.5  # seconds of pause, doubling: whoever comes back is asked within ten
 LONGEST_TURN = 1.0  # seconds that a round without an answer keeps others back while less than a batch passes
+REFUSALS = 10  # unspecific refusals in a row, after which a destination refuses everything
+REFUSED_FOR = 15 * 60.0  # seconds for which that is a mistake that passes; then it is what the destination means
 JITTER = 0.2  # of a pause, either way: relays of many services must not come back at the same moment
 
 
@@ -31,6 +33,7 @@ class Circuits:
         self._looking = asyncio.Lock()
         self._looked_at = float("-inf")
         self._known: dict[str | None, Circuit] = {}
+        self._refusing: dict[str | None, float] = {}  # since when, by this process's clock; closed circuits, too
 
     def known(self, destination: str | None) -> Circuit | None:
         """What the last look found."""
@@ -43,6 +46,11 @@ class Circuits:
                 looked_at = self._clock()
                 found = await self._store.circuits()
                 self._known = {each.destination: each for each in found if each.state is not CircuitState.CLOSED}
+                self._refusing = {
+                    each.destination: looked_at - each.refusing.total_seconds()
+                    for each in found
+                    if each.refusing is not None
+                }
                 self._looked_at = looked_at
         return self.known(destination)
 
@@ -53,13 +61,20 @@ class Circuits:
             return 0.0
         return max(0.0, circuit.remaining.total_seconds() - (self._clock() - self._looked_at))
 
+    def refusing(self, destination: str | None) -> float | None:
+        """Seconds for which this destination has refused everything; none: it did not, or took something since."""
+        since = self._refusing.get(destination)
+        return None if since is None else self._clock() - since
+
     def forget(self) -> None:
         """The next look asks the database."""
         self._looked_at = float("-inf")
 
-    def closed(self, destination: str | None) -> None:
+    def closed(self, destination: str | None, *, refusing: bool) -> None:
         """Somebody here had an answer."""
         self._known.pop(destination, None)
+        if not refusing:
+            self._refusing.pop(destination, None)
         self.forget()
 
 
@@ -72,6 +87,9 @@ class Passage:
     probe: int | None = None  # what the database calls the probe, once it is this round's
     began: float = 0.0
     answered: bool = False
+    took: bool = False  # whether the destination took anything
+    refusal: str = ""  # the last one, if everything is refused
+    pause: timedelta = NO_DELAY  # for which this round opened the circuit
     one_by_one: asyncio.Lock | None = None  # held while no other round may begin
 
     def let_others_pass(self) -> None:
@@ -84,8 +102,8 @@ class Breaker:
     """One destination as a relay sees it.
 
     Closed: everything passes, and nothing is asked but now and then what others found out. A round without any answer
-    opens it. When its pause is over one relay of all sends one message; an answer closes it, and then one message may
-    pass, two, four, until batches are whole again.
+    opens it, and so do unspecific refusals in a row while nothing is taken. When its pause is over one relay of all
+    sends one message; an answer closes it, and then one message may pass, two, four, until batches are whole again.
     """
 
     def __init__(
@@ -112,6 +130,7 @@ class Breaker:
         self._chance = chance
         self._one_by_one = asyncio.Lock()
         self._answered_at = float("-inf")
+        self._refused = 0  # unspecific refusals since anything was taken
 
     @asynccontextmanager
     async def passage(self) -> AsyncIterator[Passage]:
@@ -149,31 +168,60 @@ class Breaker:
         asyncio.get_running_loop().call_later(LONGEST_TURN, passage.let_others_pass)
         return not passage.probing or passage.probe is not None
 
+    def took(self, passage: Passage) -> None:
+        """The destination took a message."""
+        self._refused = 0
+        passage.took, passage.refusal = True, ""
+
+    def spares(self, passage: Passage, error: str) -> bool:
+        """An unspecific refusal came. Whether it is about the destination, and counts against no message."""
+        self._refused += 1
+        refusing = self._circuits.refusing(self._destination)
+        if refusing is not None and refusing >= REFUSED_FOR:
+            return False
+        if refusing is not None or self._refused >= REFUSALS:
+            passage.refusal = error
+        return refusing is not None or self._refused > REFUSALS
+
     async def answered(self, passage: Passage) -> None:
         """The destination said something, be it no."""
         self._answered_at = self._clock()
-        if passage.probe is not None or self._circuits.known(self._destination) is not None:
-            if await self._store.close_circuit(self._destination):
-                self._observe(CircuitClosed(self._destination))
-            self._circuits.closed(self._destination)
-        passage.probe = None
-        if not passage.answered:
+        if not passage.refusal or (passage.took and not passage.pause):
+            await self._close(passage)
+        if passage.refusal and not passage.pause:
+            error = f"it refuses everything: {passage.refusal}"
+            passage.pause = await self._open(passage, error, refusing=True)
+        elif not passage.refusal and not passage.answered:
             passage.answered = True
             self._room = min(self._largest, self._room * 2)
         passage.let_others_pass()
+
+    async def _close(self, passage: Passage) -> None:
+        circuits, destination = self._circuits, self._destination
+        mended = passage.took and circuits.refusing(destination) is not None
+        if passage.probe is not None or circuits.known(destination) is not None or mended:
+            given_up = not passage.took and (circuits.refusing(destination) or 0.0) >= REFUSED_FOR
+            if await self._store.close_circuit(destination, refusing=not passage.took) and not given_up:
+                self._observe(CircuitClosed(destination))
+            circuits.closed(destination, refusing=not passage.took)
+        passage.probe = None
 
     async def failed(self, passage: Passage, error: str, *, alone: bool) -> timedelta:
         """No answer came to anything of a round; for how long a message that was alone in it should not be tried."""
         if self._answered_at > passage.began:  # to somebody else one did: it is there
             return NO_DELAY
+        pause = await self._open(passage, error)
+        return pause if alone else NO_DELAY
+
+    async def _open(self, passage: Passage, error: str, *, refusing: bool = False) -> timedelta:
         pause, probe = self._pause(passage.probe or 0, error), passage.probe
         self._room = 1
         self._circuits.forget()
-        if await self._store.open_circuit(self._destination, pause, error, probe=probe):
+        if await self._store.open_circuit(self._destination, pause, error, probe=probe, refusing=refusing):
             self._observe(CircuitOpened(self._destination, error, pause))
         passage.probe = None
         await self._circuits.look(self._destination)
-        return pause if alone else NO_DELAY
+        return pause
 
     def held(self) -> float:
         """Seconds to sleep before another round makes sense; none if there is no reason to."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from datetime import timedelta
 
@@ -75,7 +75,8 @@ class Publisher:
             sending(len(claim.attempts))
             async with self._settling(claim) as settling:
                 published = await self._publish(claim.attempts, settling)
-                await settling.finish(published, Released())
+                settling.report(published)
+                await settling.finish(Released())
         if not settling.answered:
             raise self._nothing(claim.attempts, published)
         return len(claim.attempts)
@@ -89,21 +90,23 @@ class Publisher:
             if not claim.attempts or not await breaker.passes(passage):
                 return 0  # what was claimed is given back
             sending(len(claim.attempts))
-            async with self._settling(claim, lambda: breaker.answered(passage)) as settling:
+            async with self._settling(claim, breaker, passage) as settling:
                 try:
                     published = await self._publish(claim.attempts, settling)
                     error = self._nothing(claim.attempts, published)
                 except TransportUnavailable as unavailable:
                     published, error = Published(), unavailable
-                if settling.answered or published.answered:
-                    await settling.finish(published, Released())
+                settling.report(published)
+                alone = len(claim.attempts) == 1
+                if settling.answered:
+                    if passage.refusal:
+                        await breaker.answered(passage)  # before anything that was refused is given back
+                    await settling.finish(Released(passage.pause if alone else NO_DELAY))
                 elif not published.asked and not passage.probing:
                     return 0  # what was claimed is given back
                 else:
                     # Another message goes first next time: this one may be what its destination cannot bear.
-                    alone = len(claim.attempts) == 1
-                    pause = await breaker.failed(passage, str(error), alone=alone)
-                    await settling.finish(published, Released(pause))
+                    await settling.finish(Released(await breaker.failed(passage, str(error), alone=alone)))
                     return 0
         await breaker.answered(passage)
         return len(claim.attempts)
@@ -115,15 +118,23 @@ class Publisher:
         why = f": {published.silence}" if published.silence else ""
         return TransportUnavailable(f"{self._transport.name} confirmed nothing of {len(attempts)} messages{why}")
 
-    def _settling(self, claim: Claim, heard: Callable[[], Awaitable[None]] | None = None) -> Settling:
+    def _settling(self, claim: Claim, breaker: Breaker | None = None, passage: Passage | None = None) -> Settling:
+        def judge(attempt: Attempt, refusal: Refusal | None) -> Outcome | None:
+            if breaker is not None and passage is not None:
+                if refusal is None:
+                    breaker.took(passage)
+                elif refusal.unspecific and breaker.spares(passage, refusal.error):
+                    return None
+            return self._outcome(attempt, refusal)
+
         async def write(outcomes: Mapping[int, Outcome]) -> None:
             lost = await claim.settle(outcomes)
             self._tell([attempt for attempt in claim.attempts if attempt.id in outcomes], outcomes, lost)
-            if heard is not None and settling.answered:
+            if breaker is not None and passage is not None and settling.answered:
                 with suppress(Exception):  # it is told again at the end
-                    await heard()
+                    await breaker.answered(passage)
 
-        settling = Settling(claim, self._outcome, write)
+        settling = Settling(claim, judge, write)
         return settling
 
     async def _publish(self, attempts: Sequence[Attempt], settling: Settling) -> Published:

@@ -14,7 +14,8 @@ from outbox.core.transport import Published, Refusal
 
 SETTLE_WITHIN = 0.1  # seconds that an answer waits for others before it is written
 
-Judge = Callable[[Attempt, Refusal | None], Outcome]  # none: the message was confirmed
+# What an answer means for an attempt; none: the message was confirmed. Without an outcome it is given back at the end.
+Judge = Callable[[Attempt, Refusal | None], Outcome | None]
 Write = Callable[[Mapping[int, Outcome]], Awaitable[None]]
 
 
@@ -28,6 +29,7 @@ class Settling:
         self._waiting: dict[str, list[Attempt]] = {}  # by message id: a claim may hold copies of one
         for attempt in claim.attempts:
             self._waiting.setdefault(attempt.message.id, []).append(attempt)
+        self._spared: list[Attempt] = []  # answered, and given back all the same
         self._unwritten: dict[int, Outcome] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._writing: asyncio.Task[None] | None = None
@@ -55,13 +57,13 @@ class Settling:
         self._take(published)
         self._write_soon()
 
-    async def finish(self, published: Published, rest: Outcome) -> None:
+    async def finish(self, rest: Outcome) -> None:
         """No more answers will come: write what is left, and how it goes on for messages that got none."""
-        self._take(published)
         await self._no_more_parts()
-        for attempts in self._waiting.values():
+        for attempts in (*self._waiting.values(), self._spared):
             self._unwritten.update((attempt.id, rest) for attempt in attempts)
         self._waiting.clear()
+        self._spared.clear()
         await self._write_unwritten()
 
     def _take(self, published: Published) -> None:
@@ -73,7 +75,11 @@ class Settling:
     def _end(self, id: str, refusal: Refusal | None) -> None:
         self.answered = True
         for attempt in self._waiting.pop(id, ()):
-            self._unwritten[attempt.id] = self._judge(attempt, refusal)
+            outcome = self._judge(attempt, refusal)
+            if outcome is None:
+                self._spared.append(attempt)
+            else:
+                self._unwritten[attempt.id] = outcome
 
     def _write_soon(self) -> None:
         if self._unwritten and self._timer is None and self._writing is None:

@@ -78,7 +78,7 @@ def _grants(tables: Tables, kind: str) -> list[Grant]:
     works = [
         Grant(f"SELECT, INSERT, DELETE, {changes}", tables.messages),
         Grant("INSERT", tables.dead_letters),
-        Grant("SELECT, INSERT, UPDATE (state, failures, paused_until, error)", tables.circuits),
+        Grant("SELECT, INSERT, UPDATE (state, failures, paused_until, error, refusing_since)", tables.circuits),
     ]
     match kind:
         case "producer":

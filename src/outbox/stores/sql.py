@@ -509,10 +509,12 @@ class SqlStore(Spelling):
         return await self.look(lambda connection: circuits.read(self, connection))
 
     async def open_circuit(
-        self, destination: str | None, pause: timedelta, error: str, *, probe: int | None = None
+        self, destination: str | None, pause: timedelta, error: str, *, probe: int | None = None, refusing: bool = False
     ) -> bool:
         return await self.transact(
-            lambda connection: circuits.open_circuit(self, connection, destination or NOT_ROUTED, pause, error, probe)
+            lambda connection: circuits.open_circuit(
+                self, connection, destination or NOT_ROUTED, pause, error, probe, refusing=refusing
+            )
         )
 
     async def probe_circuit(self, destination: str | None, lease: timedelta) -> int | None:
@@ -520,8 +522,10 @@ class SqlStore(Spelling):
             lambda connection: circuits.probe_circuit(self, connection, destination or NOT_ROUTED, lease)
         )
 
-    async def close_circuit(self, destination: str | None) -> bool:
-        return await self.apply(lambda connection: circuits.close_circuit(self, connection, destination or NOT_ROUTED))
+    async def close_circuit(self, destination: str | None, *, refusing: bool = False) -> bool:
+        return await self.apply(
+            lambda connection: circuits.close_circuit(self, connection, destination or NOT_ROUTED, refusing=refusing)
+        )
 
     # Cleaning up.
 

@@ -103,6 +103,7 @@ class Tables:
                 Column("failures", Integer, nullable=False),
                 Column("paused_until", DateTime(timezone=True)),  # while it is probed: the end of the probe's lease
                 Column("error", Text, nullable=False),
+                Column("refusing_since", DateTime(timezone=True)),  # it answers, and takes nothing
             ),
         )
 

@@ -107,6 +107,21 @@ class CircuitCases(StoreCases):
         assert await store.close_circuit("d")
         assert (await only(store)).state is CircuitState.CLOSED
 
+    async def test_since_when_it_refuses_is_kept_until_it_takes_something(self, store: Store) -> None:
+        await store.open_circuit("d", NOW, "refused", refusing=True)
+        first = await soon(lambda: _refused_for(store))
+        await store.open_circuit("d", NOW, "away", probe=await probing(store))
+        await store.open_circuit("d", NOW, "refused", probe=await probing(store), refusing=True)
+        assert await store.close_circuit("d", refusing=True)
+        assert not await store.close_circuit("d", refusing=True)
+        circuit = await only(store)
+        assert (circuit.state, circuit.failures, circuit.error) == (CircuitState.CLOSED, 0, "")
+        assert circuit.refusing is not None
+        assert circuit.refusing >= first
+        assert await store.close_circuit("d")
+        assert not await store.close_circuit("d")
+        assert await only(store) == Circuit(destination="d", state=CircuitState.CLOSED)
+
     async def test_another_transport_knows_nothing_of_an_outage_of_the_one_before(self, store: Store) -> None:
         await store.record_transport("http")
         await store.open_circuit(None, LEASE, "away")
@@ -142,6 +157,10 @@ class CircuitCases(StoreCases):
         assert [circuit.destination for circuit in (await store.backlog()).circuits] == ["q"]
         await settled(store, Dead(Reason.EXPIRED, ""))
         assert (await store.backlog()).circuits == ()
+
+
+async def _refused_for(store: Store) -> timedelta | None:
+    return (await only(store)).refusing or None
 
 
 async def _is_over(store: Store) -> bool:

@@ -10,6 +10,7 @@ from http import HTTPStatus
 from outbox.core.transport import Refusal
 
 AGAIN = frozenset({408, 425, 429})  # of 400 to 499 those that say nothing against the message
+UNSPECIFIC = frozenset({401, 403, 404, 405})  # what a bad deploy or a changed password answers to everything
 LONGEST_EXCERPT = 300  # characters of an answer's body that are kept with the error
 LONGEST_WAIT = timedelta(days=1)  # whatever a destination asks for
 
@@ -29,7 +30,7 @@ def refusal(status: int, retry_after: str | None, body: bytes, now: datetime) ->
     if 300 <= status <= 399:
         advice = "; redirects are not followed: configure the URL it redirects to"
         return Refusal(f"it answered {_named(status)}{advice}", permanent=True)
-    return Refusal(f"it answered {_named(status)}{said}", permanent=True)
+    return Refusal(f"it answered {_named(status)}{said}", permanent=True, unspecific=status in UNSPECIFIC)
 
 
 def waiting_time(retry_after: str | None, now: datetime) -> timedelta | None:
