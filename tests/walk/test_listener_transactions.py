@@ -16,7 +16,7 @@ from outbox import ConfigurationError, Listener, Outbox, Reason, TransactionErro
 from outbox.core.attempt import Dead, Done, RetryIn
 from outbox.core.events import Handled, Troubled
 from tests.broker import VirtualHost
-from tests.seeds.observing import eventually
+from tests.seeds.observing import Statements, eventually
 
 from .strategies import Effects, Watch, emit
 
@@ -154,6 +154,63 @@ async def test_a_failed_flush_that_is_swallowed_has_failed(
 
     outcomes = await ends(outbox, watch, [in_loop], 1)
     assert isinstance(outcomes["loop"][0], Dead) and outcomes["loop"][0].reason is Reason.EXHAUSTED
+    assert await effects.all() == []
+
+
+@on(("postgresql+asyncpg", MEMORY), ("postgresql+psycopg", MEMORY))
+async def test_an_error_on_the_drivers_own_connection_that_is_swallowed_has_failed(
+    make_outbox: MakeOutbox, watch: Watch, effects: Effects, transport: str | None
+) -> None:
+    outbox = make_outbox(transport=transport, observers=[watch])
+
+    @listen("#", queue="loop", retry_delays=())
+    async def in_loop(body: int, session: AsyncSession) -> None:
+        await session.execute(effects.write("in loop"))
+        pooled = await (await session.connection()).get_raw_connection()
+        with pytest.raises(Exception, match="division by zero"):
+            await pooled.driver_connection.execute("SELECT 1 / 0")  # type: ignore[union-attr]
+
+    outcomes = await ends(outbox, watch, [in_loop], 1)
+    assert "on the driver's own connection" in outcomes["loop"][0].error
+    assert await effects.all() == []
+
+
+@ONE_DRIVER
+async def test_a_listener_of_which_no_statement_failed_costs_no_further_one(
+    make_outbox: MakeOutbox, watch: Watch, effects: Effects
+) -> None:
+    outbox = make_outbox(transport=MEMORY, observers=[watch])
+    await emit(outbox, 2)
+
+    @listen("#", queue="loop", retry_delays=())
+    async def in_loop(body: int, session: AsyncSession) -> None:
+        await session.execute(effects.table.insert(), [{"what": "one"}, {"what": "two"}])
+        async with session.begin_nested():
+            await session.execute(effects.write("nested"))
+        assert len((await session.scalars(text(f"SELECT what FROM {effects.table.name}"))).all()) % 3 == 0
+
+    with Statements(outbox.engines.asynchronous.sync_engine) as statements:
+        outcomes = await ends(outbox, watch, [in_loop], 2)
+    assert all(isinstance(outcome, Done) for outcome in outcomes["loop"])
+    assert [each for each in statements if each.startswith("SELECT") and "what" not in each] == []
+
+
+@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+async def test_a_transaction_that_a_savepoint_would_commit_is_refused(
+    make_outbox: MakeOutbox, watch: Watch, effects: Effects, database_url: str
+) -> None:
+    """With the database as transport the listener's statement is the first."""
+    outbox = make_outbox(observers=[watch])
+    engine = create_async_engine(database_url)
+
+    @listen("#", queue="q", retry_delays=(), session_factory=async_sessionmaker(engine))
+    async def listener(body: int, session: AsyncSession) -> None:
+        async with session.begin_nested():
+            await session.execute(effects.write("released"))
+
+    outcomes = await ends(outbox, watch, [listener], 1)
+    await engine.dispose()
+    assert "outbox.sqlite.prepare" in outcomes["q"][0].error
     assert await effects.all() == []
 
 

@@ -316,10 +316,15 @@ class Store(Feed, Protocol):
         """What the driver knows of the transaction on a caller's connection. Asks nobody."""
         ...
 
-    def aborted(self, connection: Connection) -> TransactionError | None:
+    def queries_on(self, connection: Connection) -> int:
+        """How many queries the driver has sent on a caller's connection; 0 if it does not count, or need not."""
+        ...
+
+    def aborted(self, connection: Connection, *, in_doubt: bool = False) -> TransactionError | None:
         """Why COMMIT would keep nothing of a caller's transaction, if it would not.
 
-        Costs a round trip only if a statement has failed in it and the driver does not know what became of it.
+        Costs a round trip only if a statement has failed in it, or may have, and the driver does not know what became
+        of it.
         """
         ...
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from threading import Lock
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 from sqlalchemy import Connection, Engine, event
@@ -33,6 +34,8 @@ class OwnEnd:
         self._store = store
         self.connection: Connection | None = None
         self._was_open = False  # the driver has said so
+        self._queries = 0  # that the driver had sent when SQLAlchemy's last statement was over
+        self._driver_was_used = False  # by the listener itself: SQLAlchemy has not heard of what failed there
         self.refused: str | None = None  # what the listener tried: SQLAlchemy's objects may be of no use after it
         self._rolled_back = False  # by a flush that failed
         self._allowed = False
@@ -42,6 +45,7 @@ class OwnEnd:
     def begun(self, connection: Connection) -> None:
         """From here on the connection is watched."""
         self.connection = connection
+        self._queries = self._store.queries_on(connection)
         _of_connection[connection] = self
         _watch(connection.engine)
 
@@ -55,9 +59,11 @@ class OwnEnd:
         if self.refused is not None:
             raise TransactionError(_refusal(self.refused))
         self.check_ended()
-        aborted = None if self.connection is None else self._store.aborted(self.connection)
-        if aborted is not None:
-            raise aborted
+        if self.connection is not None and not self._rolled_back:
+            self._notice_driver(self.connection)
+            aborted = self._store.aborted(self.connection, in_doubt=self._driver_was_used)
+            if aborted is not None:
+                raise aborted
         if self._rolled_back:
             raise TransactionError(
                 "a flush failed and the listener went on, but SQLAlchemy has rolled the transaction back: let the "
@@ -106,10 +112,25 @@ class OwnEnd:
         if ending is not None:
             raise TransactionError(_refusal(f"executed {(ending[1] or ending[2]).upper()}"))
         self.check_ended()
+        if self.connection is not None:
+            self._notice_driver(self.connection)
 
     def after_statement(self, connection: Connection) -> None:
-        if not self._was_open:
-            self._was_open = self._store.state_of(connection) is TransactionState.OPEN
+        self._queries = self._store.queries_on(connection)
+        if self._was_open:
+            return
+        state = self._store.state_of(connection)
+        if state is TransactionState.RELEASED_BY_SAVEPOINT:
+            raise TransactionError(
+                "the listener's transaction begins with a savepoint, and SQLite would commit it when that is released: "
+                "call outbox.sqlite.prepare(engine) once for the engine of session_factory"
+            )
+        self._was_open = state is TransactionState.OPEN
+
+    def _notice_driver(self, connection: Connection) -> None:
+        if connection.closed or connection.invalidated:
+            return
+        self._driver_was_used = self._driver_was_used or self._store.queries_on(connection) != self._queries
 
 
 def _refusal(what: str) -> str:
@@ -125,6 +146,7 @@ def _refusal(what: str) -> str:
 _of_session: WeakKeyDictionary[Session, OwnEnd] = WeakKeyDictionary()
 _of_connection: WeakKeyDictionary[Connection, OwnEnd] = WeakKeyDictionary()
 _watched: WeakSet[Engine] = WeakSet()
+_watching = Lock()
 
 
 @event.listens_for(Session, "before_commit")
@@ -135,13 +157,14 @@ def _before_commit(session: Session) -> None:
 
 def _watch(engine: Engine) -> None:
     """Listen to an engine that workers use, once."""
-    if engine in _watched:
-        return
-    _watched.add(engine)
-    event.listen(engine, "commit", _committing)
-    event.listen(engine, "rollback", _rolling_back)
-    event.listen(engine, "before_cursor_execute", _executing)
-    event.listen(engine, "after_cursor_execute", _executed)
+    with _watching:  # threads of plain listeners may be first together
+        if engine in _watched:
+            return
+        event.listen(engine, "commit", _committing)
+        event.listen(engine, "rollback", _rolling_back)
+        event.listen(engine, "before_cursor_execute", _executing)
+        event.listen(engine, "after_cursor_execute", _executed)
+        _watched.add(engine)
 
 
 def _committing(connection: Connection) -> None:

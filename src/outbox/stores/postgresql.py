@@ -192,8 +192,11 @@ class PostgresqlStore(SqlStore):
     def driver_state_of(self, connection: Connection) -> TransactionState:
         return postgresql_state.state_of(connection)
 
-    def is_aborted(self, connection: Connection, state: TransactionState) -> bool:
-        return postgresql_state.is_aborted(connection, state)
+    def queries_on(self, connection: Connection) -> int:
+        return postgresql_state.queries_on(connection)
+
+    def is_aborted(self, connection: Connection, state: TransactionState, *, in_doubt: bool) -> bool:
+        return postgresql_state.is_aborted(connection, state, in_doubt=in_doubt)
 
     def is_own_conflict(self, error: BaseException) -> bool:
         return _state(error) in _CONFLICTS

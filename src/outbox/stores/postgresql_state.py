@@ -8,7 +8,7 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
 
 from outbox.core.transaction_state import TransactionState, libpq_state
-from outbox.stores.failures import IN_FAILED_TRANSACTION, failure_in
+from outbox.stores.failures import IN_FAILED_TRANSACTION
 
 
 def state_of(connection: Connection) -> TransactionState:
@@ -24,12 +24,18 @@ def state_of(connection: Connection) -> TransactionState:
     return TransactionState.AUTOCOMMIT if pooled.dbapi_connection.autocommit else TransactionState.IDLE
 
 
-def is_aborted(connection: Connection, state: TransactionState) -> bool:
-    """Whether COMMIT would be answered by ROLLBACK. Asks the server if a statement failed and the driver cannot say."""
-    if state is not TransactionState.OPEN or failure_in(connection) is None:
+def is_aborted(connection: Connection, state: TransactionState, *, in_doubt: bool) -> bool:
+    """Whether COMMIT would be answered by ROLLBACK. Asks the server if there is doubt and the driver cannot say."""
+    if state is not TransactionState.OPEN or not in_doubt:
         return state is TransactionState.ABORTED
     driver: Any = connection.connection.driver_connection
     return hasattr(driver, "is_in_transaction") and _refuses(connection)
+
+
+def queries_on(connection: Connection) -> int:
+    """What asyncpg counts: it tells of queries that SQLAlchemy did not send. Other drivers know the state anyway."""
+    driver: Any = connection.connection.driver_connection
+    return getattr(getattr(driver, "_protocol", None), "queries_count", 0)
 
 
 def _refuses(connection: Connection) -> bool:

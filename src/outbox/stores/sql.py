@@ -65,7 +65,7 @@ from outbox.stores import circuits, examination, looks
 from outbox.stores.claims import BURIAL, SettleStatements, SqlClaim, executed
 from outbox.stores.dead_letters import SqlDeadLetters
 from outbox.stores.entering import SqlEntering
-from outbox.stores.failures import nothing_is_kept
+from outbox.stores.failures import failure_in, nothing_is_kept
 from outbox.stores.finish import finish
 from outbox.stores.heads import BEGINNING
 from outbox.stores.idle import ask_the_doubtful
@@ -291,12 +291,16 @@ class SqlStore(Spelling):
         """What the driver itself says of a connection."""
         return TransactionState.UNKNOWN
 
-    def aborted(self, connection: Connection) -> TransactionError | None:
-        is_aborted = self.is_aborted(connection, self.state_of(connection))
+    def queries_on(self, connection: Connection) -> int:
+        return 0
+
+    def aborted(self, connection: Connection, *, in_doubt: bool = False) -> TransactionError | None:
+        in_doubt = in_doubt or failure_in(connection) is not None
+        is_aborted = self.is_aborted(connection, self.state_of(connection), in_doubt=in_doubt)
         return nothing_is_kept(connection) if is_aborted else None
 
-    def is_aborted(self, connection: Connection, state: TransactionState) -> bool:
-        """Whether the database keeps nothing of a connection's transaction."""
+    def is_aborted(self, connection: Connection, state: TransactionState, *, in_doubt: bool) -> bool:
+        """Whether the database keeps nothing of a connection's transaction, in which a statement may have failed."""
         return state is TransactionState.ABORTED
 
     def isolation(self, level: str) -> Mapping[str, Any]:
