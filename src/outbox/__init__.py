@@ -37,6 +37,7 @@ from outbox.core.errors import (
     TransportUnavailable,
     Undecodable,
     UrlRefused,
+    WrongDatabase,
     WrongEventLoop,
 )
 from outbox.core.listener import Listener, listen
@@ -115,6 +116,7 @@ __all__ = [
     "TransportUnavailable",
     "Undecodable",
     "UrlRefused",
+    "WrongDatabase",
     "WrongEventLoop",
     "after_commit",
     "backlog",

@@ -15,7 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import Session
 
 from outbox.adapters import async_url, parse_url, store_class, sync_url
-from outbox.core.errors import ConfigurationError, ForkRefused, WrongEventLoop
+from outbox.core.errors import ConfigurationError, ForkRefused, WrongDatabase, WrongEventLoop
 from outbox.core.forks import never_collect
 from outbox.core.listener import Listener
 from outbox.core.loops import LoopLocal
@@ -85,6 +85,14 @@ class Engines:
             return store_class(given.dialect.name).safe_engine(given)
         url = sync_url(self._pattern.url)
         return store_class(url.get_backend_name()).make_sync_engine(url)
+
+    def check_dialect(self, dialect: str) -> None:
+        """Refuse a caller's database of another kind, if this instance has one of its own."""
+        if self.configured and dialect != (own := self.main.dialect.name):
+            raise WrongDatabase(
+                f"this session leads to {dialect}, and the tables of this outbox are in {own}: use a session on the "
+                "database of the outbox, or an Outbox for each database"
+            )
 
     def asynchronous_if(self, dialect: str) -> AsyncEngine | None:
         """The engine for a store's own work, if this instance has one for that database."""

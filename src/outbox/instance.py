@@ -148,6 +148,7 @@ class Outbox:
     def _store_for(self, dialect: str) -> Store:
         store = self._stores.get(dialect)
         if store is None:
+            self.engines.check_dialect(dialect)
             engine = self.engines.asynchronous_if(dialect)
             store = store_class(dialect)(self.tables, engine, self.settings.clean_up_after)
             self._stores[dialect] = store

@@ -64,8 +64,14 @@ async def place(outbox: Outbox, session: AsyncSession, told: list[str], what: st
     outbox.after_commit(session, lambda: told.append(what))
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("ending", ["commit", "rollback", "close"])
+@pytest.mark.parametrize(
+    ("database_url", "mode", "ending"),
+    [
+        *(("sqlite", mode, ending) for mode in MODES for ending in ("commit", "rollback")),
+        *(("postgresql+asyncpg", "create_savepoint", ending) for ending in ("commit", "rollback", "close")),
+    ],
+    indirect=["database_url"],
+)
 async def test_what_waits_for_a_commit_waits_for_the_outer_one(
     outbox: Outbox, engine: AsyncEngine, told: list[str], mode: Any, ending: str
 ) -> None:

@@ -22,6 +22,7 @@ OutboxError
 ├── SignatureInvalid            nobody who knows the secret signed this webhook just now
 ├── TransactionError            the caller's transaction cannot take the message
 │   ├── SnapshotConflict        SQLite: it read before it wrote, and somebody else wrote meanwhile
+│   ├── WrongDatabase           its session leads to another database than that of the outbox
 │   └── TablesMissing           a driver's own connection, and nobody has made the tables yet
 ├── Undecodable                 a body is not what its listener's annotation says: a dead letter
 ├── TransportUnavailable        nothing was sent: the destination is away
@@ -138,6 +139,10 @@ class TransactionError(OutboxError):
 
 class SnapshotConflict(TransactionError):
     """SQLite cannot turn a transaction that has read into one that writes once somebody else has written."""
+
+
+class WrongDatabase(TransactionError):
+    """The session leads to another database than the one in which the outbox has its tables."""
 
 
 class TablesMissing(TransactionError):

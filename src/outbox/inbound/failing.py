@@ -26,6 +26,7 @@ from outbox.core.strategy import FailedAttempt, OnError
 from outbox.core.transport import Concludable, Delivery
 from outbox.inbound.calling import Sessions
 from outbox.inbound.conflicts import Conflicts
+from outbox.inbound.inbox import LEASE_LOST_PAUSE
 from outbox.inbound.threads import Fence, ThreadTimeout, run_in_thread
 from outbox.inbound.transactions import Terms, transact, transact_in_thread
 from outbox.inbound.unrenewed import Leases
@@ -67,7 +68,7 @@ class Failing:
                 await self._conflicts.run(lambda _: self._ask(asking), delivery)
             return asking.decided
         except LeaseLost:
-            return Released()
+            return Released(LEASE_LOST_PAUSE)
         except asyncio.CancelledError as cancelled:
             if ABANDONED in cancelled.args:
                 delivery.settle(Released())

@@ -111,7 +111,7 @@ class Handling:
             case Reject():
                 return Dead(Reason.REJECTED, self._text(error))
             case LeaseLost():
-                return Released()
+                return Released(inbox.LEASE_LOST_PAUSE)
             case asyncio.CancelledError() if ABANDONED in error.args:
                 delivery.settle(Released())  # the worker gives up on this listener; somebody else may try
                 raise error

@@ -15,6 +15,8 @@ from outbox.core.message import Message, check_message_ids
 from outbox.core.store import Store
 from outbox.core.transport import Delivery
 
+LEASE_LOST_PAUSE = timedelta(seconds=5)  # if the lease holds after all, something hides the row from its listener
+
 
 class Handled(Exception):
     """The message was already handled: nothing is to be done."""

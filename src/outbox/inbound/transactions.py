@@ -13,6 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
 from outbox.core.errors import ConfigurationError
+from outbox.core.one_connection import tied
 from outbox.core.store import Store
 from outbox.core.transaction_state import TransactionState
 from outbox.inbound.inbox import NotStarted, committing
@@ -128,7 +129,7 @@ def transact_in_thread(
 
 def _connected(session: Session, terms: Terms) -> Connection:
     try:
-        connection = session.connection(execution_options=terms.options)
+        connection = tied(session, session.connection(execution_options=terms.options))
         if terms.store.state_of(connection) is TransactionState.AUTOCOMMIT:
             raise ConfigurationError(AUTOCOMMIT.format(queue=terms.queue))
         return connection

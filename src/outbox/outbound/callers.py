@@ -15,6 +15,7 @@ from sqlalchemy.util import greenlet_spawn
 
 from outbox.core.errors import TransactionError
 from outbox.core.message import Message, Schedule
+from outbox.core.one_connection import tied
 from outbox.core.store import Rows, Store
 from outbox.core.transaction_state import TransactionState
 from outbox.outbound.commits import after_commit, guard
@@ -64,7 +65,7 @@ class SessionTransaction:
     @cached_property
     def _connection(self) -> Connection:
         # Not session.execute(): SQLAlchemy 2.1 would flush, and a flush is the caller's to decide.
-        return self.session.connection() if isinstance(self.session, Session) else self.session
+        return tied(self.session, self.session.connection()) if isinstance(self.session, Session) else self.session
 
     @property
     def dialect(self) -> Dialect:

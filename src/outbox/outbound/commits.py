@@ -8,6 +8,7 @@ from sqlalchemy import Connection, event
 from sqlalchemy.orm import Session, SessionTransaction
 
 from outbox.core.errors import NotAtomicWarning, TransactionError
+from outbox.core.one_connection import connections_of
 from outbox.outbound.connection_commits import commits_on, waiting_on
 from outbox.outbound.waiting import Aborted, Action, Hook, Waiting
 
@@ -82,11 +83,6 @@ def waiting_in(session: Session) -> Waiting:
 
 def _innermost(session: Session) -> SessionTransaction | None:
     return session.get_nested_transaction() or session.get_transaction()
-
-
-def connections_of(transaction: SessionTransaction) -> set[Connection]:
-    """The connections on which a session's transaction has begun. SQLAlchemy has no public way to ask."""
-    return {connection for connection, *_ in transaction._connections.values()}
 
 
 def guard(session: Session | Connection, aborted: Aborted) -> None:

@@ -243,7 +243,7 @@ class SqlClaim:
         return self._statements.completion, [{"row_id": attempt.id, "token": self._token}]
 
     def conclude(self, connection: Connection, attempt: Attempt, outcome: Outcome) -> bool:
-        return attempt.id in self._settle(connection, {attempt.id: outcome}, executed)
+        return attempt.id in self._settle(self._store.on(connection), {attempt.id: outcome}, executed)
 
     def lease_on(self, attempt: Attempt) -> Lease:
         return Lease(attempt.id, self._token)

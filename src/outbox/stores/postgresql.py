@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import Any, TypeVar
-from weakref import WeakSet
 
 from sqlalchemy import (
     ARRAY,
@@ -17,7 +16,6 @@ from sqlalchemy import (
     BigInteger,
     ColumnElement,
     Connection,
-    Engine,
     Executable,
     Float,
     FromClause,
@@ -37,13 +35,11 @@ from sqlalchemy import (
     literal_column,
     not_,
     select,
-    table,
     text,
 )
 from sqlalchemy.dialects.postgresql import JSON, JSONB, REGCLASS
 from sqlalchemy.dialects.postgresql import insert as postgresql_insert
 from sqlalchemy.ext.asyncio import AsyncEngine
-from sqlalchemy.pool import Pool
 from sqlalchemy.types import TypeEngine
 
 from outbox.core.diagnosis import Finding
@@ -57,10 +53,11 @@ from outbox.stores.claims import BURIAL
 from outbox.stores.finish import finish
 from outbox.stores.heads import Head
 from outbox.stores.notify import Notifier
+from outbox.stores.places import Places
 from outbox.stores.pooling import explained, unprepared
 from outbox.stores.postgresql_check import PostgresqlCheck
 from outbox.stores.snapshots import Snapshots
-from outbox.stores.sockets import cut_in_children
+from outbox.stores.spare import spare
 from outbox.stores.sql import WORK_WITHIN, SqlStore
 from outbox.stores.straight import fetched
 from outbox.stores.tables import MESSAGE_COLUMNS, NOT_ROUTED, Tables
@@ -73,10 +70,6 @@ GOODBYE = 5.0  # seconds for closing connections
 _CONFLICTS = ("40001", "40P01")  # a serialization failure, a deadlock
 _UNDEFINED_TABLE = "42P01"  # a schema that is not there is one too
 _SECOND: ColumnElement[Any] = literal_column("interval '1 second'")
-_CLASSES = table(
-    "pg_class", column("oid"), column("relname"), column("relnamespace"), column("xmin"), schema="pg_catalog"
-)
-_SCHEMAS = table("pg_namespace", column("oid"), column("nspname"), schema="pg_catalog")
 
 
 class PostgresqlStore(SqlStore):
@@ -93,7 +86,7 @@ class PostgresqlStore(SqlStore):
         super().__init__(tables, clean_up_after)
         self._given = engine
         self._loops = LoopLocal(lambda: _InLoop(Notifier(self)), _InLoop.close)
-        self._prepared: WeakSet[Pool] = WeakSet()
+        self._places = Places(self, engine)
         self._snapshots = Snapshots()
         self._heads: defaultdict[str, Head] = defaultdict(Head)
         self._calm: set[str] = set()  # destinations of which nothing was heard since a claim found nothing
@@ -151,40 +144,18 @@ class PostgresqlStore(SqlStore):
 
     def write(self, connection: Connection, statement: Executable, rows: Rows | None = None) -> int:
         with explained(connection.dialect.driver):
-            if connection.engine.pool not in self._prepared:
-                self._prepare(connection)
-            return self.execute(connection, statement, rows)
+            return self.execute(self.on(connection), statement, rows)
 
-    def _prepare(self, callers: Connection) -> None:
-        """Make missing tables on a connection beside the caller's: DDL could abort the caller's transaction.
+    def on(self, connection: Connection) -> Connection:
+        return self._places.on(connection)
 
-        Where nothing is missing none is opened: a pooler whose callers all wait for one more connection has none left.
-        """
-        if self._settled(callers):
-            self._prepared.add(callers.engine.pool)
-            return
-        own = spare(callers.engine)
-        try:
-            with own.begin() as connection:
-                if self.missing(connection):
-                    if not self.missing(callers):
-                        return  # the caller's own transaction is making them: whoever else tried would wait for it
-                    self.create(connection)
-            self._prepared.add(callers.engine.pool)
-        finally:
-            own.dispose()
+    async def open(self) -> None:
+        await super().open()
+        await self._places.find_own()
 
-    def _settled(self, connection: Connection) -> bool:
-        """Whether the tables are there, and not by this connection's own transaction, which may yet roll back."""
-        names = [each.name for each in self.tables.metadata.sorted_tables]
-        schema = select(_SCHEMAS.c.oid).where(_SCHEMAS.c.nspname == self.messages.schema).scalar_subquery()
-        visible: ColumnElement[bool] = func.pg_table_is_visible(_CLASSES.c.oid)
-        found = select(func.count()).where(
-            _CLASSES.c.relname.in_(names),
-            visible if self.messages.schema is None else _CLASSES.c.relnamespace == schema,
-            func.age(_CLASSES.c.xmin) > 0,
-        )
-        return connection.scalar(found) == len(names)
+    async def first_look(self, work: Callable[[Connection], Result]) -> Result:
+        """Run work that only reads, before it is known where the tables are."""
+        return await self._look(work)
 
     def explained(self, error: BaseException) -> TransactionError | None:
         return self.tables_missing() if _state(error) == _UNDEFINED_TABLE else None
@@ -204,8 +175,8 @@ class PostgresqlStore(SqlStore):
     def keeps_snapshot(self, connection: Connection) -> bool:
         return self._snapshots.are_kept(connection)
 
-    def create(self, connection: Connection) -> None:
-        if self.missing(connection):  # a role that may not create is fine when there is nothing to create
+    def create(self, connection: Connection, schema: str | None = None) -> None:
+        if self.missing(connection, schema):  # a role that may not create is fine when there is nothing to create
             # Two processes that start at the same time: CREATE TABLE IF NOT EXISTS alone would collide.
             connection.execute(text("SELECT pg_advisory_xact_lock(hashtext('outbox tables'))"))
             self.tables.metadata.create_all(connection)
@@ -459,15 +430,6 @@ class _Engines:
         # Rows are locked and looked at anew: a stricter level, if the application likes one, would only fail.
         self.transactions = engine.execution_options(isolation_level="READ COMMITTED")
         self.snapshots = engine.execution_options(isolation_level="REPEATABLE READ")
-
-
-def spare(engine: Engine) -> Engine:
-    """An engine that connects exactly as the given one, beside its pool: a full pool cannot block it."""
-    pool = engine.pool.recreate()
-    # Nobody is asked before each statement whether he is still there: whoever uses us tries again anyway.
-    pool._pre_ping = False
-    cut_in_children(pool)
-    return Engine(pool, engine.dialect, engine.url, hide_parameters=engine.hide_parameters)
 
 
 def _state(error: BaseException) -> object:

@@ -157,6 +157,10 @@ class SqlStore(Spelling):
     def write(self, connection: Connection, statement: Executable, rows: Rows | None = None) -> int:
         """Execute a statement on the caller's connection, in the caller's transaction; how many rows it wrote."""
 
+    def on(self, connection: Connection) -> Connection:
+        """A caller's connection, for statements on our own tables whatever the caller set it to."""
+        return connection
+
     @staticmethod
     def execute(connection: Connection, statement: Executable, rows: Rows | None) -> int:
         """One row goes as a plain statement, several as one batch."""
@@ -204,10 +208,10 @@ class SqlStore(Spelling):
     async def check_tables(self) -> list[Difference]:
         return await finish(self._glance(self.differences), WORK_WITHIN)
 
-    def missing(self, connection: Connection) -> list[Table]:
-        """The tables that are not there."""
-        tables = self.tables.metadata.sorted_tables
-        return [each for each in tables if not connection.dialect.has_table(connection, each.name, schema=each.schema)]
+    def missing(self, connection: Connection, schema: str | None = None) -> list[Table]:
+        """The tables that are not there; in a schema, or where statements look for them."""
+        tables, has_table = self.tables.metadata.sorted_tables, connection.dialect.has_table
+        return [each for each in tables if not has_table(connection, each.name, schema=each.schema or schema)]
 
     # How the store's own work runs: on tables that exist, and to its end whatever happens to the caller.
 
@@ -256,14 +260,14 @@ class SqlStore(Spelling):
     def remember_all(
         self, connection: Connection, queue: str, message_ids: Sequence[str], *, also: str | None = None
     ) -> set[str]:
-        return self.entering.many(connection, queue, message_ids, also)
+        return self.entering.many(self.on(connection), queue, message_ids, also)
 
     def forget(self, connection: Connection, queue: str, message_ids: Sequence[str]) -> None:
-        self.entering.forget(connection, queue, message_ids)
+        self.entering.forget(self.on(connection), queue, message_ids)
 
     def complete(self, connection: Connection, leases: Sequence[Lease]) -> set[int]:
         rows = self.json([{"id": lease.id, "token": lease.token.hex} for lease in leases])
-        return set(connection.execute(self.settling.completions, {"rows": rows}).scalars())
+        return set(self.on(connection).execute(self.settling.completions, {"rows": rows}).scalars())
 
     @abstractmethod
     def explained(self, error: BaseException) -> TransactionError | None:

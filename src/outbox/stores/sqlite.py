@@ -46,9 +46,11 @@ from outbox.core.store import AnyEngine, Difference, Rows
 from outbox.core.transaction_state import TransactionState
 from outbox.stores import sqlite_examination, sqlite_state
 from outbox.stores.failures import nothing_is_kept
+from outbox.stores.qualified import qualified
 from outbox.stores.sql import SqlStore
 from outbox.stores.sqlite_check import SqliteCheck
 from outbox.stores.sqlite_files import files
+from outbox.stores.sqlite_path import OwnFile
 from outbox.stores.tables import Tables
 
 Result = TypeVar("Result")
@@ -99,6 +101,7 @@ class SqliteStore(SqlStore):
         super().__init__(tables, clean_up_after)
         self._given = engine
         self._loops = LoopLocal(_InLoop, _InLoop.close)
+        self._own_file = OwnFile(None if engine is None else engine.url)
 
     async def _transact(self, work: Callable[[Connection], Result]) -> Result:
         async with self.turn():
@@ -134,15 +137,22 @@ class SqliteStore(SqlStore):
 
     # The caller's connection.
 
+    def on(self, connection: Connection) -> Connection:
+        self._own_file.check(connection.engine)
+        if "schema_translate_map" not in connection.get_execution_options():
+            return connection
+        return qualified(connection, {self.messages.schema: self.messages.schema or "main"})
+
     def write(self, connection: Connection, statement: Executable, rows: Rows | None = None) -> int:
+        own = self.on(connection)
         try:
-            return self.execute(connection, statement, rows)
+            return self.execute(own, statement, rows)
         except OperationalError as error:
             match self.explained(error.orig) if error.orig is not None else None:
                 case TablesMissing():
                     # In the caller's transaction: it holds the only lock there is, and DDL rolls back with it.
                     self.create(connection)
-                    return self.execute(connection, statement, rows)
+                    return self.execute(own, statement, rows)
                 case None:
                     raise
                 case explained:

@@ -106,7 +106,8 @@ def _stored(connection: Connection, writing: Writing) -> Iterator[Emission]:
 
 
 def _messages(connection: Connection, writing: Writing) -> dict[str, Message]:
-    table = sql_store(writing.store).messages
+    store = sql_store(writing.store)
+    table, connection = store.messages, store.on(connection)
     found: dict[str, Message] = {}
     for ids in _in_parts(writing.message_ids):
         # Not session.execute(): asking shall not flush.

@@ -1,0 +1,16 @@
+"""Spare: connections beside an engine's pool."""
+
+from __future__ import annotations
+
+from sqlalchemy import Engine
+
+from outbox.stores.sockets import cut_in_children
+
+
+def spare(engine: Engine) -> Engine:
+    """An engine that connects exactly as the given one, beside its pool: a full pool cannot block it."""
+    pool = engine.pool.recreate()
+    # Nobody is asked before each statement whether he is still there: whoever uses us tries again anyway.
+    pool._pre_ping = False
+    cut_in_children(pool)
+    return Engine(pool, engine.dialect, engine.url, hide_parameters=engine.hide_parameters)
