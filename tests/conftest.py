@@ -124,6 +124,7 @@ ABOVE_THE_DRIVERS = frozenset(
         "test_relay",
         "test_routes",
         "test_routing",
+        "test_services",
         "test_seed_1_listeners",
         "test_seed_1_retries",
         "test_seed_1_setup_and_logging",

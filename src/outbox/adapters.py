@@ -15,9 +15,9 @@ from sqlalchemy.exc import ArgumentError
 
 from outbox.core.errors import ConfigurationError
 from outbox.core.store import StoreClass
-from outbox.core.transport import Adopting, Defaults, Transport
+from outbox.core.transport import Addressed, Adopting, Defaults, Transport
 from outbox.transports.function import FunctionTransport
-from outbox.transports.routes import Route, Routes, route_name
+from outbox.transports.routes import Route, Routes, route_name, url_without_secrets
 
 STORES = "outbox.stores"  # the entry point group; names are SQLAlchemy's names of dialects
 TRANSPORTS = "outbox.transports"  # names are URL schemes, or modules whose connections are taken
@@ -73,6 +73,13 @@ def routes_for(values: Mapping[str, object], defaults: Defaults = _DEFAULTS) -> 
             found[name] = (value, transport)
         binding_keys[name].append(binding_key)
     return Routes([Route(name, transport, tuple(binding_keys[name])) for name, (_, transport) in found.items()])
+
+
+def address_of(value: object, transport: Transport) -> str | None:
+    """Where a transport leads, without what is secret; None if neither it nor its URL tells."""
+    if isinstance(transport, Addressed):
+        return transport.address or None
+    return url_without_secrets(value) if isinstance(value, str) and "://" in value else None
 
 
 def _client_library(value: object) -> str | None:

@@ -29,10 +29,10 @@ _REFUSED = "42501"  # PostgreSQL's word for a right that is missing
 
 async def examine(outbox: Outbox, listeners: Sequence[Listener] = (), *, management_url: str = "") -> list[Finding]:
     """Everything that can be said of an outbox, and of its broker beside what these listeners need."""
-    return [*await _database(outbox), *await _broker(outbox, listeners, management_url)]
+    return [*await _database(outbox, listeners), *await _broker(outbox, listeners, management_url)]
 
 
-async def _database(outbox: Outbox) -> list[Finding]:
+async def _database(outbox: Outbox, listeners: Sequence[Listener]) -> list[Finding]:
     if not outbox.engines.configured:
         return [_versions(outbox, None), _drivers(), Finding(Level.OK, "database", "none is set up")]
     examination = await outbox.store.examine()
@@ -40,7 +40,7 @@ async def _database(outbox: Outbox) -> list[Finding]:
     findings = [_versions(outbox, examination), _drivers(), *_tables(differences), _clocks(examination)]
     findings += examination.findings
     if not any(difference.breaks for difference in differences):
-        findings += await _messages(outbox)
+        findings += await _messages(outbox, listeners)
     return findings
 
 
@@ -117,13 +117,14 @@ def _clocks(examination: Examination) -> Finding:
     return Finding(Level.WARNING, "clocks", what, advice)
 
 
-async def _messages(outbox: Outbox) -> list[Finding]:
+async def _messages(outbox: Outbox, listeners: Sequence[Listener]) -> list[Finding]:
     store = outbox.store
     try:
         recorded = await store.recorded_transport()
         claimable = await store.claimable()
         backlog = await outbox.backlog()
         lost = await outbox.messages(state="unroutable", limit=1000)
+        of_others = await outbox.owners.findings(outbox.transport, listeners)
     except DBAPIError as error:
         if getattr(error.orig, "sqlstate", None) != _REFUSED:
             raise
@@ -132,6 +133,7 @@ async def _messages(outbox: Outbox) -> list[Finding]:
     patience = max(PATIENCE, 10 * outbox.settings.duration("poll_interval"))
     return [
         _transport(recorded, outbox.transport.name),
+        *of_others,
         *_destinations(backlog),
         _leases(claimable, patience),
         *_overdue(claimable, patience, backlog),

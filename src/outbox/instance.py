@@ -42,6 +42,7 @@ from outbox.outbound.connections import AnySession, PlainSession
 from outbox.outbound.emitter import Emitter, Key
 from outbox.outbound.hooks import Callback, HookedSession, after_commit, hooks_of
 from outbox.outbound.transactional import opened, transactional
+from outbox.owners import Owners
 from outbox.relays import Relays
 from outbox.settings import Settings
 from outbox.shutdown import Shutdown, on_signals
@@ -120,7 +121,7 @@ class Outbox:
             exchange_name=settings.exchange_name,
             queue_prefix=settings.queue_prefix,
             management_url=settings.rabbitmq_management_url,
-            source=settings.source or settings.service,
+            source=settings.source or settings.usual_source,
             webhook_secrets=settings.webhook_secrets,
             retry_policy=settings.policy("retry_delays"),
             observe=self._observe,
@@ -448,6 +449,8 @@ class Outbox:
             stack.push_async_callback(transport.close)
             await transport.open()
             worker = await self._workers.of(transport, listeners, stack) if listeners else None
+            if listeners and needs_store:
+                await self.owners.record_services(transport, listeners)
             storage = self._workers.storage(transport, listeners, stack)
             if relay and isinstance(transport, Routes):
                 await self._relays.bind(transport)
@@ -523,6 +526,12 @@ class Outbox:
                 f"uses {transport.name!r}: it would take the other's messages. If the change is meant, stop the "
                 f"processes of {recorded!r} and run: outbox tables switch-transport {transport.name}"
             )
+        await self.owners.record_address(self.tables.messages.fullname, transport)
+
+    @property
+    def owners(self) -> Owners:
+        """Whose queues are recorded in the database."""
+        return Owners(self.store, self.settings, self._observe)
 
     @property
     def _relays(self) -> Relays:

@@ -141,6 +141,13 @@ class Settings:
         shown="`/`, the database's name, `/`, the table's name",
         parse=str,
     )
+    service: str | None = _option(
+        None,
+        "The name of your service, recorded with each queue that its workers serve. A worker of another service that "
+        "serves the same queue says so when it starts: each would get a part of the messages.",
+        shown="the top-level package of the listeners",
+        parse=str,
+    )
     webhook_secrets: Any = _option(
         None,
         "Secrets that sign what is sent over HTTP, `whsec_…`: one, or several while they are changed. The variable "
@@ -242,6 +249,8 @@ class Settings:
             check_name(self.queue_prefix, "queue_prefix")
         if self.source is not None:
             check_name(self.source, "source")
+        if self.service is not None:
+            check_name(self.service, "service")
         if self.webhook_secrets is not None:
             self._set("webhook_secrets", Secrets.of(self.webhook_secrets))
         for name in ("poll_interval", "lease", "grace"):
@@ -273,7 +282,7 @@ class Settings:
         return f"Settings(table_name={self.table_name!r}, schema={self.schema!r})"
 
     @property
-    def service(self) -> str:
+    def usual_source(self) -> str:
         """What all processes that share the table have in common, as the source of CloudEvents."""
         url = self.db_engine.url if self.db_engine is not None else make_url(self.db_engine_url or "sqlite://")
         table = self.table_name if self.schema is None else f"{self.schema}.{self.table_name}"

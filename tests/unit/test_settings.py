@@ -308,12 +308,12 @@ def test_a_source_is_a_short_printable_text(source: Any) -> None:
     ],
 )
 def test_who_says_it_is_derived_from_what_all_processes_share(options: dict[str, str], service: str) -> None:
-    assert given(**options).service == service
+    assert given(**options).usual_source == service
     assert given(**options).source is None
 
 
 def test_an_engine_names_the_service_as_its_url_does() -> None:
-    assert given(db_engine=create_engine("sqlite:///orders.db")).service == "/orders.db/outbox_table"
+    assert given(db_engine=create_engine("sqlite:///orders.db")).usual_source == "/orders.db/outbox_table"
 
 
 def test_a_process_configured_by_its_environment_needs_no_setup() -> None:

@@ -166,7 +166,7 @@ async def test_tables_live_in_the_schema_they_are_told_to(
         await asyncio.wait_for(handled.wait(), PATIENCE)
     async with engine.connect() as connection:
         names = await connection.run_sync(lambda c: inspect(c).get_table_names(schema=schema))
-    suffixes = ("", "_bindings", "_circuits", "_dead_letters", "_inbox", "_state")
+    suffixes = ("", "_bindings", "_circuits", "_dead_letters", "_inbox", "_owners", "_state")
     assert sorted(names) == sorted(table_name + suffix for suffix in suffixes)
     assert (await outbox.backlog()).rows_written == 1
 

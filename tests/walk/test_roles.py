@@ -355,6 +355,7 @@ FORBIDDEN = {
         "DELETE FROM {t}_dead_letters",
         "SELECT queue FROM {t}_bindings",
         "INSERT INTO {t}_bindings VALUES ('q', '#')",
+        "SELECT owner FROM {t}_owners",
         "SELECT transport FROM {t}_state",
         "UPDATE {t}_state SET asleep_until = NULL",
         "INSERT INTO {t}_inbox VALUES ('q', 'm', now())",
@@ -371,6 +372,8 @@ FORBIDDEN = {
         "DELETE FROM {t}_bindings",
         "INSERT INTO {t}_inbox VALUES ('q', 'm', now())",
         "UPDATE {t}_inbox SET message_id = 'x'",
+        "UPDATE {t}_owners SET owner = 'x'",
+        "DELETE FROM {t}_owners",
         "UPDATE {t}_state SET bindings_version = 0",
         "DELETE FROM {t}_state",
         "DROP TABLE {t}",
@@ -416,6 +419,7 @@ RIGHTS = {
         "_circuits": "INSERT SELECT UPDATE+",
         "_dead_letters": "INSERT",
         "_inbox": "DELETE SELECT UPDATE+",
+        "_owners": "INSERT SELECT",
         "_state": "INSERT SELECT UPDATE+",
     },
     "worker": {
@@ -424,6 +428,7 @@ RIGHTS = {
         "_circuits": "INSERT SELECT UPDATE+",
         "_dead_letters": "INSERT",
         "_inbox": "DELETE INSERT SELECT UPDATE+",
+        "_owners": "INSERT SELECT",
         "_state": "INSERT SELECT UPDATE+",
     },
     "operator": {
@@ -431,6 +436,7 @@ RIGHTS = {
         "_bindings": "DELETE SELECT",
         "_circuits": "SELECT",
         "_dead_letters": "DELETE SELECT UPDATE+",
+        "_owners": "DELETE SELECT",
         "_state": "INSERT SELECT UPDATE+",
     },
 }
@@ -439,7 +445,7 @@ RIGHTS = {
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_role_has_exactly_these_rights(roles: Roles, kind: str) -> None:
     found: dict[str, str] = {}
-    for part in ("", "_bindings", "_circuits", "_dead_letters", "_inbox", "_state"):
+    for part in ("", "_bindings", "_circuits", "_dead_letters", "_inbox", "_owners", "_state"):
         rights = []
         for right in ("DELETE", "INSERT", "REFERENCES", "SELECT", "TRIGGER", "TRUNCATE", "UPDATE"):
             table, user = f"'{roles.table_name}{part}'", f"'{roles.user(kind)}'"

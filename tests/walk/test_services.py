@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
 import pytest
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from outbox import Listener, Outbox
+from outbox import Listener, Message, Outbox
+from outbox.cli.exits import ExitCode
 from outbox.core.attempt import Done
-from outbox.core.events import Handled
+from outbox.core.diagnosis import Level
+from outbox.core.events import Advised, Handled
+from outbox.doctor import examine
+from outbox.owners import service_of
 from tests.conftest import MakeOutbox
 
+from .commands import Command
 from .strategies import Effects, Watch, emit
 
 ORDERS = 10
@@ -77,3 +87,150 @@ async def test_what_was_handled_under_the_short_name_is_not_handled_again(
         ended = await watch.wait_for(Handled, 2)
     assert {event.attempt.message.id for event in ended} == {known.id, new.id}
     assert await effects.all() == ["billing"]
+
+
+# Whose a queue is.
+
+
+def named(service: str, name: str = "on_order") -> Listener:
+    """A listener of a package that is called like its service."""
+
+    async def on_order(order: int) -> None: ...
+
+    on_order.__module__, on_order.__qualname__ = f"{service}.handlers", name
+    return Listener("order.*", on_order, queue="orders")
+
+
+async def test_a_worker_that_serves_a_queue_of_another_service_says_so(make_outbox: MakeOutbox) -> None:
+    watches = [Watch() for _ in range(4)]
+    outboxes = [make_outbox(observers=[watch]) for watch in watches[:3]]
+    services = [named("billing"), named("billing", "renamed"), named("shipping")]
+    for outbox, listener in zip(outboxes, services, strict=True):
+        async with outbox.running(listeners=[listener]):
+            pass
+    assert watches[0].of(Advised) == watches[1].of(Advised) == []
+    [advised] = watches[2].of(Advised)
+    assert advised.where == "the queue 'orders'"
+    assert "belongs to the service 'billing', and this one is 'shipping'" in advised.advice
+    assert await outboxes[0].store.owners() == {"orders": "billing"}
+
+    told = make_outbox(observers=[watches[3]], service="billing")
+    async with told.running(listeners=[named("shipping")]):
+        pass
+    assert watches[3].of(Advised) == []
+
+
+async def test_a_queue_that_is_released_belongs_to_the_next_service(
+    make_outbox: MakeOutbox, command: Command, watch: Watch
+) -> None:
+    outbox = make_outbox(observers=[watch])
+    async with outbox.running(listeners=[named("before")]):
+        pass
+    ran = await command.run("queues", "release", "orders")
+    assert (ran.code, ran.stdout) == (0, "orders does not belong to before any more\n")
+    async with outbox.running(listeners=[named("after")]):
+        pass
+    assert watch.of(Advised) == []
+    assert await outbox.store.owners() == {"orders": "after"}
+    assert (await command.run("queues", "release", "unknown")).code == ExitCode.WRONG
+
+
+@ASYNCPG
+async def test_with_a_prefix_it_is_the_brokers_queue_that_belongs_to_a_service(
+    make_outbox: MakeOutbox, watch: Watch, rabbitmq_url: str
+) -> None:
+    for service in ("billing", "shipping"):
+        outbox = make_outbox(transport=rabbitmq_url, queue_prefix=f"{service}.", observers=[watch])
+        async with outbox.running(listeners=[named(service)]):
+            pass
+    assert watch.of(Advised) == []
+    owners = await outbox.store.owners()
+    assert {queue: owner for queue, owner in owners.items() if queue} == {
+        "billing.orders": "billing",
+        "shipping.orders": "shipping",
+    }
+    assert owners[""].startswith("amqp://") and "@" not in owners[""]
+
+
+async def test_a_worker_without_a_database_records_nothing(rabbitmq_url: str, watch: Watch) -> None:
+    outbox = Outbox(transport=rabbitmq_url, observers=[watch])
+    async with outbox.running(listeners=[named("billing")]):
+        pass
+    assert watch.of(Advised) == []
+
+
+# Where messages go.
+
+
+async def publish(message: Message) -> None: ...
+
+
+async def test_another_address_of_the_same_transport_is_told_and_may_be_switched_to(
+    make_outbox: MakeOutbox, command: Command
+) -> None:
+    """HTTP here; the password is neither compared nor shown."""
+    watches = [Watch() for _ in range(4)]
+    urls = [
+        "https://hooks.example.com/events",
+        "https://user:secret@hooks.example.com/events?token=secret",
+        "https://user:secret@other.example.com/events",
+        "https://other.example.com/events",
+    ]
+    outboxes = [make_outbox(transport=url, observers=[watch]) for url, watch in zip(urls, watches, strict=True)]
+    for outbox in outboxes[:3]:
+        async with outbox.running(relay=True):
+            pass
+    assert watches[0].of(Advised) == watches[1].of(Advised) == []
+    [advised] = watches[2].of(Advised)
+    assert "https://hooks.example.com/events elsewhere, and to https://other.example.com/events here" in advised.advice
+    assert "secret" not in str(advised)
+    findings = [finding for finding in await examine(outboxes[3]) if finding.subject == "transport"]
+    assert [finding.level for finding in findings] == [Level.OK, Level.WARNING]
+    assert "outbox tables switch-transport http" in findings[1].advice
+
+    ran = await command.run("tables", "switch-transport", "http", OUTBOX_TRANSPORT=urls[3])
+    assert ran.code == 0
+    async with outboxes[3].running(relay=True):
+        pass
+    assert watches[3].of(Advised) == []
+    assert await outboxes[3].store.owners() == {"": "https://other.example.com/events"}
+
+
+async def test_two_functions_are_told_apart_by_module_and_name(make_outbox: MakeOutbox) -> None:
+    watches = [Watch(), Watch()]
+
+    async def publish(message: Message) -> None: ...
+
+    for function, watch in zip((globals()["publish"], publish), watches, strict=True):
+        async with make_outbox(transport=function, observers=[watch]).running(relay=True):
+            pass
+    assert watches[0].of(Advised) == []
+    [advised] = watches[1].of(Advised)
+    assert f"{__name__}.publish elsewhere" in advised.advice
+
+
+async def test_doctor_finds_a_queue_of_another_service(make_outbox: MakeOutbox) -> None:
+    outbox = make_outbox()
+    async with outbox.running(listeners=[named("billing")]):
+        pass
+    of_queues = [
+        [finding for finding in await examine(outbox, [named(service)]) if finding.subject == "queues"]
+        for service in ("billing", "shipping")
+    ]
+    assert of_queues[0] == []
+    [finding] = of_queues[1]
+    assert finding.level is Level.WARNING
+    assert finding.what.startswith("orders: it belongs to the service 'billing', and this one is 'shipping'")
+    assert finding.advice.endswith("outbox queues release orders")
+
+
+def test_a_listener_of_a_program_belongs_to_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = ModuleType("__main__")
+    program.__file__ = "/srv/shop.py"
+    monkeypatch.setitem(sys.modules, "__main__", program)
+    listener = named("__main__")
+    listener.callback.__module__ = "__main__"
+    assert service_of(listener) == "shop"
+    program.__spec__ = ModuleSpec("billing.worker", None)
+    assert service_of(listener) == "billing"
+    assert service_of(Listener("a", functools.partial(named("mails").callback), queue="q")) == "mails"

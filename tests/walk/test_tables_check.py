@@ -67,7 +67,7 @@ async def mended(command: Command, engine: AsyncEngine) -> list[Difference]:
 @pytest.mark.parametrize("name", NAMES)
 async def test_fresh_tables_show_no_difference(make_outbox: MakeOutbox, table_name: str, name: str) -> None:
     outbox = make_outbox(table_name=f"{name}_{table_name}")
-    assert len(await outbox.check_tables()) == 6
+    assert len(await outbox.check_tables()) == 7
     assert not await outbox.store.has_tables(), "looking makes nothing"
     await outbox.create_tables()
     assert await outbox.check_tables() == []
@@ -88,7 +88,7 @@ async def test_so_they_do_in_a_schema_whose_name_needs_quotes(
 ) -> None:
     outbox = make_outbox(table_name=table, schema=f"Order_{table_name}")
     missing = await outbox.check_tables()
-    assert [difference.what for difference in missing] == ["the table is missing"] * 6
+    assert [difference.what for difference in missing] == ["the table is missing"] * 7
     await run(engine, "\n".join(difference.mend for difference in missing))  # the schema is made on the way
     assert await outbox.check_tables() == []
     await run(engine, f'DROP SCHEMA "Order_{table_name}" CASCADE')
@@ -143,6 +143,7 @@ async def test_what_others_added_is_fine(
 CHANGES = [
     ("DROP TABLE {t}_bindings", "_bindings: the table is missing", True),
     ("DROP TABLE {t}_circuits", "_circuits: the table is missing", True),
+    ("DROP TABLE {t}_owners", "_owners: the table is missing", True),
     ("ALTER TABLE {t}_circuits DROP COLUMN error", "_circuits: the column error is missing", True),
     ("ALTER TABLE {t} DROP COLUMN routed_at", ": the column routed_at is missing", True),
     ("ALTER TABLE {t} DROP COLUMN starts", ": the column starts is missing", True),
@@ -492,7 +493,7 @@ async def test_a_check_leaves_a_file_as_it_finds_it(
 
 async def test_a_database_in_memory_can_be_checked() -> None:
     outbox = Outbox(db_engine_url="sqlite+aiosqlite://")
-    assert len(await outbox.check_tables()) == 6
+    assert len(await outbox.check_tables()) == 7
     await outbox.create_tables()
     assert await outbox.check_tables() == []
     await outbox.close()

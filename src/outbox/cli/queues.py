@@ -17,7 +17,7 @@ from outbox.cli.targets import AsJson, OutboxName, find_outbox
 from outbox.core.store import QueueBacklog
 from outbox.instance import Outbox
 
-app = typer.Typer(help="List queues and remove their bindings.", no_args_is_help=True)
+app = typer.Typer(help="List queues, remove their bindings, release them.", no_args_is_help=True)
 
 Queue = Annotated[str, typer.Argument(metavar="QUEUE", help="The queue's name.", show_default=False)]
 
@@ -53,6 +53,22 @@ def remove_queue(queue: Queue, as_json: AsJson = False, outbox_name: OutboxName 
     if left is not None and (left.delivered or left.retrying or left.dead):
         messages = words.count(left.delivered + left.retrying, "message")
         print(f"in it still: {messages}, {words.count(left.dead, 'dead letter')}")
+
+
+@app.command("release", short_help="Forget which service a queue belongs to.")
+def release_queue(queue: Queue, as_json: AsJson = False, outbox_name: OutboxName = "") -> None:
+    """Forget which service a queue belongs to, after it was renamed or the queue was handed over.
+
+    From then on it belongs to the service whose worker starts first.
+    """
+    outbox = find_outbox(outbox_name)
+    service = ask(outbox, lambda: outbox.store.release(queue)) if queue else None
+    if service is None:
+        raise Failure(ExitCode.WRONG, f"no service is recorded for the queue {queue!r}")
+    if as_json:
+        print_document({"queue": queue, "service": service})
+    else:
+        print(f"{words.printable(queue)} does not belong to {words.printable(service)} any more")
 
 
 async def _remove(outbox: Outbox, queue: str) -> tuple[int, QueueBacklog | None]:

@@ -15,7 +15,7 @@ from outbox.cli.documents import print_document
 from outbox.cli.exits import ExitCode, Failure
 from outbox.cli.targets import AsJson, OutboxName, find_outbox
 from outbox.core.errors import ConfigurationError
-from outbox.core.store import Difference
+from outbox.core.store import TRANSPORT, Difference
 from outbox.instance import Outbox
 from outbox.settings import Settings
 from outbox.stores.ddl import creation
@@ -95,7 +95,7 @@ def print_sql(
 def switch_transport(
     name: TransportName, force: Force = False, as_json: AsJson = False, outbox_name: OutboxName = ""
 ) -> None:
-    """Let another transport have the table. Stop the relays and workers of the one before first.
+    """Let another transport have the table, or the same one with another address. Stop relays and workers first.
 
     Messages that already lie in queues of the database are not seen by a broker's relay: let workers finish them first,
     or afterwards, with outbox worker --leftovers. All others go by the new transport, and none of them waits any more
@@ -116,6 +116,7 @@ def switch_transport(
 async def _switch(outbox: Outbox, name: str, force: bool) -> str:
     before = await outbox.store.record_transport(name)
     if before == name:
+        await outbox.store.release(TRANSPORT)  # it may have another address from now on
         return before
     backlog = await outbox.backlog()
     queued = sum(queue.delivered + queue.retrying for queue in backlog.queues)

@@ -30,6 +30,8 @@ DISCARD = "discard"
 
 Statement = tuple[Executable, Rows]
 
+TRANSPORT = ""  # in place of a queue's name, where it is recorded whose queues are
+
 
 @dataclass(frozen=True, slots=True)
 class Lease:
@@ -358,6 +360,21 @@ class Store(Feed, Protocol):
 
     async def recorded_transport(self) -> str | None:
         """The transport that the table belongs to; None if none was recorded yet."""
+        ...
+
+    async def record_owners(self, owners: Mapping[str, str]) -> dict[str, str]:
+        """Record which service each queue belongs to, unless that is recorded; says whose each of them is.
+
+        Under the name TRANSPORT it is the address to which the transport leads.
+        """
+        ...
+
+    async def owners(self) -> dict[str, str]:
+        """What is recorded of all queues."""
+        ...
+
+    async def release(self, queue: str) -> str | None:
+        """Forget whose a queue is, so that it belongs to whoever records it next; whose it was."""
         ...
 
     async def record_transport(self, name: str, *, switch: bool = False) -> str:

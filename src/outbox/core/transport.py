@@ -181,6 +181,16 @@ class OnRoute(Protocol):
 
 
 @runtime_checkable
+class Addressed(Protocol):
+    """A transport that says where it leads: recorded with the table, so that another place is noticed."""
+
+    @property
+    def address(self) -> str:
+        """Without user, password and anything else that is secret or may change; empty if it is not known."""
+        ...
+
+
+@runtime_checkable
 class Adopting(Protocol):
     """A transport that was made by the application, and takes what it was not given from the settings."""
 

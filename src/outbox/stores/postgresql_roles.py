@@ -79,6 +79,7 @@ def _grants(tables: Tables, kind: str) -> list[Grant]:
         Grant(f"SELECT, INSERT, DELETE, {changes}", tables.messages),
         Grant("INSERT", tables.dead_letters),
         Grant("SELECT, INSERT, UPDATE (state, failures, paused_until, error, refusing_since)", tables.circuits),
+        Grant("SELECT, INSERT", tables.owners),
     ]
     match kind:
         case "producer":
@@ -99,6 +100,7 @@ def _grants(tables: Tables, kind: str) -> list[Grant]:
                 Grant("SELECT, DELETE, UPDATE (died_at)", tables.dead_letters),
                 Grant("SELECT, DELETE", tables.bindings),
                 Grant("SELECT", tables.circuits),
+                Grant("SELECT, DELETE", tables.owners),
                 Grant("SELECT, INSERT, UPDATE (transport, bindings_version)", tables.state),
             ]
 

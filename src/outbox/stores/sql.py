@@ -47,6 +47,7 @@ from outbox.core.durations import Retention
 from outbox.core.errors import TablesMissing, TransactionError, causes
 from outbox.core.message import Message, Schedule
 from outbox.core.store import (
+    TRANSPORT,
     AnyEngine,
     Backlog,
     Circuit,
@@ -61,7 +62,7 @@ from outbox.core.store import (
     Wanted,
 )
 from outbox.core.transaction_state import TransactionState
-from outbox.stores import circuits, examination, looks
+from outbox.stores import circuits, examination, looks, owners
 from outbox.stores.claims import BURIAL, SettleStatements, SqlClaim, executed
 from outbox.stores.dead_letters import SqlDeadLetters
 from outbox.stores.entering import SqlEntering
@@ -497,6 +498,15 @@ class SqlStore(Spelling):
         """Make the first row of the state table if it is missing: migrations make tables, not rows."""
         connection.execute(self.ignoring(self.tables.state), {"id": 1, "bindings_version": 0})
 
+    async def record_owners(self, recorded: Mapping[str, str]) -> dict[str, str]:
+        return await self.transact(lambda connection: owners.record(self, connection, recorded))
+
+    async def owners(self) -> dict[str, str]:
+        return await self.look(lambda connection: owners.read(self, connection))
+
+    async def release(self, queue: str) -> str | None:
+        return await self.transact(lambda connection: owners.release(self, connection, queue))
+
     async def record_transport(self, name: str, *, switch: bool = False) -> str:
         def work(connection: Connection) -> str:
             self.make_state(connection)
@@ -505,6 +515,7 @@ class SqlStore(Spelling):
             connection.execute((ours if switch else ours.where(state.c.transport.is_(None))).values(transport=name))
             if switch:
                 circuits.close_circuit(self, connection, NOT_ROUTED)
+                owners.release(self, connection, TRANSPORT)
             return str(connection.scalar(select(state.c.transport).where(state.c.id == 1)))
 
         if switch:

@@ -58,7 +58,7 @@ _id = BigInteger().with_variant(Integer, "sqlite")
 
 @dataclass(frozen=True)
 class Tables:
-    """The six tables of one outbox."""
+    """The seven tables of one outbox."""
 
     metadata: MetaData
     messages: Table
@@ -67,6 +67,7 @@ class Tables:
     inbox: Table
     state: Table
     circuits: Table
+    owners: Table
 
     @classmethod
     def named(cls, table_name: str, schema: str | None = None) -> Tables:
@@ -104,6 +105,12 @@ class Tables:
                 Column("paused_until", DateTime(timezone=True)),  # while it is probed: the end of the probe's lease
                 Column("error", Text, nullable=False),
                 Column("refusing_since", DateTime(timezone=True)),  # it answers, and takes nothing
+            ),
+            owners=Table(
+                f"{table_name}_owners",
+                metadata,
+                Column("queue", String(255), primary_key=True),  # empty: the transport's row
+                Column("owner", Text, nullable=False),  # a service; in the transport's row its address
             ),
         )
 

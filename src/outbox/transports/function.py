@@ -33,6 +33,12 @@ class FunctionTransport:
             raise ConfigurationError("a function without a name cannot be a route: write it with `async def`")
         return name
 
+    @property
+    def address(self) -> str:
+        """Its module and name: two functions of one name are two."""
+        named = self._publish if hasattr(self._publish, "__qualname__") else type(self._publish)
+        return f"{named.__module__}.{named.__qualname__}"
+
     async def open(self) -> None:
         """The function connects by itself."""
 

@@ -69,8 +69,7 @@ def route_name(value: object, transport: Transport) -> str:
     if isinstance(transport, OnRoute):
         name = transport.route
     elif isinstance(value, str):
-        parts = urlsplit(value)
-        name = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+        name = url_without_secrets(value)
     else:
         raise ConfigurationError(
             f"a route to {type(value).__name__} has no name: give the transport an attribute `route`, which names its "
@@ -78,3 +77,9 @@ def route_name(value: object, transport: Transport) -> str:
         )
     check_name(name, "name of a route")
     return name
+
+
+def url_without_secrets(url: str) -> str:
+    """A URL without user and password, and without its query, which may hold a token or change."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"

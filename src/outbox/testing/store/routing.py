@@ -10,7 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from outbox.core.attempt import Dead, Done, Reason, RetryIn
 from outbox.core.binding import Binding
 from outbox.core.message import Schedule
-from outbox.core.store import Store
+from outbox.core.store import TRANSPORT, Store
 from outbox.testing.store.cases import MakeStore, StoreCases, claimed, emit, message, queued, settled, soon
 
 
@@ -170,6 +170,22 @@ class RoutingCases(StoreCases):
         assert sorted(attempt.message.routing_key for attempt in found) == ["lonely", "lonely", "lonely", "refused"]
         assert {attempt.attempt_count for attempt in found} == {1}
         assert await claimed(store) == []
+
+    async def test_a_queue_belongs_to_whoever_records_it_first_until_it_is_released(
+        self, store: Store, make_store: MakeStore
+    ) -> None:
+        assert await store.record_owners({"a": "billing", "b": "billing"}) == {"a": "billing", "b": "billing"}
+        assert await make_store().record_owners({"b": "mails", "c": "mails"}) == {"b": "billing", "c": "mails"}
+        assert await store.release("b") == "billing"
+        assert await store.release("b") is None
+        assert await store.record_owners({"b": "mails"}) == {"b": "mails"}
+        assert await store.owners() == {"a": "billing", "b": "mails", "c": "mails"}
+
+    async def test_a_switch_of_the_transport_forgets_its_address(self, store: Store) -> None:
+        await store.record_transport("http")
+        await store.record_owners({TRANSPORT: "https://example.com/", "q": "billing"})
+        await store.record_transport("rabbitmq", switch=True)
+        assert await store.owners() == {"q": "billing"}
 
     async def test_of_many_first_transports_one_wins(self, make_store: MakeStore) -> None:
         stores = [make_store() for _ in range(4)]

@@ -130,6 +130,15 @@ class RabbitmqTransport:
     def queue_name(self, queue: str) -> str:
         return self._names.queue(queue)
 
+    @property
+    def address(self) -> str:
+        """The broker and its virtual host; nothing for a connection that does not tell."""
+        url: URL | None = self._url or getattr(self._given, "url", None)
+        if url is None:
+            return ""
+        port = url.port or (5671 if url.scheme == "amqps" else 5672)
+        return f"{url.scheme}://{url.host}:{port}{url.path or '/'}"
+
     async def back(self) -> None:
         await taking_messages(self._publisher_link)
 
