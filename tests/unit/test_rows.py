@@ -42,6 +42,7 @@ def row_of(message: Message, **further: Any) -> Any:
         "expires_at": None,
         "attempts": 0,
         "starts": 0,
+        "isolated": False,
         "destination": "",
         "unroutable": False,
         "due_at": NOW,

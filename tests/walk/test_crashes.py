@@ -7,21 +7,25 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import aio_pika
 import pytest
 from sqlalchemy import make_url
 
-from outbox import Binding, Message, Outbox
+from outbox import Binding, Listener, Message, Outbox, listen
 from outbox.core.store import Wanted
+from outbox.inbound import exclusive
 from tests.chaos.proxy import Link, Proxy
-from tests.seeds.observing import PATIENCE, eventually
+from tests.seeds.observing import PATIENCE, eventually, let_leases_run_out
 
 ROOT = Path(__file__).parents[2]
+MakeOutbox = Callable[..., Outbox]
+
 LEASE = 1.0
 HOUR = timedelta(hours=1)
 WITHIN = 3 * 1.0  # seconds after the lease's end: three times what is promised
@@ -150,3 +154,155 @@ async def test_a_hand_over_whose_answer_is_lost_is_given_back_and_counts_as_no_c
     await given_back(cut_off)
     async with cut_off.store.claim(10, lease=HOUR, destination="q") as claim:
         assert [attempt.crash_count for attempt in claim.attempts] == [0] * (3 + known)
+
+
+# A run that could end as `crashed`.
+
+POISONED_WORKER = """
+import asyncio, json, os, sys
+from outbox import Outbox, listen
+
+@listen("innocent", queue="innocent")
+async def innocent(body: str) -> None:
+    await asyncio.sleep(0.5)
+    print("innocent", flush=True)
+
+@listen("poison", queue="poison")
+async def poison(body: int) -> None:
+    await asyncio.sleep(0.2)
+    os._exit(1)
+
+asyncio.run(Outbox(**json.loads(sys.argv[1])).worker([innocent, poison]))
+"""
+
+
+@pytest.mark.parametrize("database_url", ["postgresql+asyncpg"], indirect=True)
+async def test_a_message_does_not_die_of_the_crashes_of_other_messages(database_url: str, table_name: str) -> None:
+    options = {"db_engine_url": database_url, "table_name": table_name, "poll_interval": 0.2}
+    outbox = Outbox(**options)
+    await outbox.store.bind([Binding(name, name) for name in ("innocent", "poison")])
+    async with outbox.transaction() as session:
+        await outbox.emit(session, "innocent", "innocent")
+    for number in range(3):
+        async with outbox.transaction() as session:
+            await outbox.emit(session, "poison", number)
+        async with process(POISONED_WORKER, options) as doomed:
+            assert await doomed.wait() == 1
+        await let_leases_run_out(outbox)
+    while not await handled(outbox, "innocent"):
+        async with process(POISONED_WORKER, options) as worker:  # until a poisonous one has killed it again
+            await eventually(lambda: worker.returncode is not None or handled(outbox, "innocent"))
+        await let_leases_run_out(outbox)
+    assert [letter for letter in await outbox.dead_letters.list() if letter.queue == "innocent"] == []
+    await outbox.close()
+
+
+async def test_a_message_does_not_die_of_the_crashes_of_other_messages_over_rabbitmq(
+    rabbitmq_url: str, table_name: str
+) -> None:
+    options = {"rabbitmq_url": rabbitmq_url, "exchange_name": table_name, "queue_prefix": f"{table_name}."}
+    outbox = Outbox(**options)
+    await outbox.transport.open()
+    await outbox.transport.declare([Listener(name, print, queue=name) for name in ("innocent", "poison")])
+    await outbox.transport.publish([Message(routing_key="innocent", body=b'"innocent"')])
+    for _ in range(2):  # it comes back as if a worker had died of another message
+        async with await aio_pika.connect(rabbitmq_url) as connection:
+            channel = await connection.channel()
+            queue = await channel.get_queue(f"{table_name}.innocent")
+            await eventually(lambda: queue.get(fail=False))  # noqa: B023
+    await outbox.transport.publish([Message(routing_key="poison", body=b"0")])
+    said = b""
+    while b"innocent" not in said:
+        async with process(POISONED_WORKER, options) as doomed:
+            assert doomed.stdout is not None
+            said = await doomed.stdout.readline()
+        assert await outbox.dead_letters.list(queue="innocent") == []
+    assert await outbox.dead_letters.list(queue="innocent") == []
+    await outbox.close()
+
+
+async def handled(outbox: Outbox, queue: str) -> bool:
+    return await outbox.messages(queue=queue) == []
+
+
+class Runs:
+    """Which messages run side by side."""
+
+    def __init__(self) -> None:
+        self.running: set[object] = set()
+        self.beside: dict[object, set[object]] = {}
+        self.ended: list[object] = []
+
+    async def run(self, name: object, seconds: float) -> None:
+        for other in self.running:
+            self.beside[other].add(name)
+        self.beside[name] = set(self.running)
+        self.running.add(name)
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            self.running.discard(name)
+            self.ended.append(name)
+
+
+@pytest.fixture
+async def last_chance(make_outbox: MakeOutbox) -> Outbox:
+    """An outbox with a message that crashed twice, and fresh ones in another queue."""
+    outbox = make_outbox(poll_interval=0.2)
+    await outbox.store.bind([Binding(name, name) for name in ("suspected", "fresh")])
+    async with outbox.transaction() as session:
+        await outbox.emit(session, "suspected", "suspected")
+        await outbox.emit_many(session, "fresh", list(range(30)))
+    await outbox.store.route(100, {})
+    for _ in range(2):
+        async with outbox.store.claim(1, lease=HOUR, destination="suspected"):
+            await let_leases_run_out(outbox)
+    return outbox
+
+
+@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+async def test_the_run_that_could_end_as_crashed_has_the_process_to_itself(last_chance: Outbox) -> None:
+    runs = Runs()
+
+    @listen("suspected", queue="suspected")
+    async def suspected(body: str) -> None:
+        await runs.run(body, 0.2)
+
+    @listen("fresh", queue="fresh", concurrency=3)
+    async def fresh(body: int) -> None:
+        await runs.run(body, 0.05)
+
+    async with last_chance.running(listeners=[suspected, fresh]):
+        await eventually(lambda: len(runs.ended) == 31)
+    assert runs.beside["suspected"] == set()
+    assert any(runs.beside[number] for number in range(30)), "all others run side by side"
+
+
+@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+async def test_a_long_run_beside_it_holds_up_neither_fresh_messages_nor_the_run_that_has_to_be_alone_for_good(
+    last_chance: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exclusive, "SHORTEST_WAIT", 0.1)
+    runs, release = Runs(), asyncio.Event()
+
+    @listen("suspected", queue="suspected")
+    async def suspected(body: str) -> None:
+        await runs.run(body, 0.01)
+
+    @listen("fresh", queue="fresh", concurrency=3)
+    async def fresh(body: int) -> None:
+        await runs.run(body, 0.02)
+        if body == 0:
+            await release.wait()
+
+    elsewhere = last_chance.store.claim(1, lease=HOUR, destination="suspected", isolated_at=2)
+    await elsewhere.__aenter__()
+    async with last_chance.running(listeners=[suspected, fresh]):
+        await eventually(lambda: 0 in runs.ended)
+        await elsewhere.__aexit__(None, None, None)
+        await eventually(lambda: len(runs.ended) == 30)
+        assert "suspected" not in runs.ended
+        [stored] = await last_chance.messages(queue="suspected")
+        assert stored.crash_count == 2
+        release.set()
+        await eventually(lambda: "suspected" in runs.ended)

@@ -19,6 +19,7 @@ class Attempt:
     attempt_count: int = 1  # this try's number, starting from 1; tries that ended in a crash are not counted
     id: int = 0
     crash_count: int = 0  # earlier tries that never ended: their process died or lost its lease
+    isolated: bool = False  # one more crash makes it a dead letter, so nothing else runs beside it
 
 
 class Reason(StrEnum):

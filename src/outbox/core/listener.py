@@ -84,6 +84,11 @@ class Listener:
         return self.concurrency * (self.batch or 1)
 
     @property
+    def isolated_at(self) -> int | None:
+        """How many crashes make a message's next run one that has the process to itself; none: it is dead by then."""
+        return self.max_crashes - 1 if self.max_crashes > 1 else None
+
+    @property
     def binding(self) -> Binding:
         return Binding(self.queue, self.binding_key)
 

@@ -71,6 +71,10 @@ class Claim(Protocol):
         """What many of them are completed by at once, with `Store.complete`."""
         ...
 
+    async def start(self, attempt: Attempt) -> bool:
+        """Count the start of an isolated attempt, right before its listener is called; False = lease lost."""
+        ...
+
     async def renew_once(self, ids: Collection[int], lease: timedelta) -> None:
         """Renew the leases on these attempts now, for that long or longer, and not before `renew_again`."""
         ...
@@ -94,11 +98,14 @@ class Feed(Protocol):
         lease: timedelta,
         destination: str | None = None,
         suspected: Suspected = Suspected.ALL,
+        isolated_at: int | None = None,
     ) -> AbstractAsyncContextManager[Claim]:
         """Take up to `limit` due messages of one destination (none: those that were not routed).
 
         Of the `limit` oldest it takes those that are not suspected, and as many suspected poison messages as it is
         told. With `NONE` the suspected ones are passed over, and do not count towards the limit.
+        One that crashed `isolated_at` times is leased without counting a start: its attempt is isolated, and
+        `Claim.start` counts it.
         Several claims may be open at once. What is not settled when one closes is given back.
         """
         ...

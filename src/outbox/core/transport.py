@@ -119,6 +119,19 @@ class Claimed(Protocol):
 
 
 @runtime_checkable
+class Isolable(Delivery, Protocol):
+    """A delivery whose attempt may be isolated. Its start is counted only when nothing runs beside it."""
+
+    async def start(self) -> Delivery | None:
+        """Count the start; what its listener is to be called for now. None: this worker has lost it."""
+        ...
+
+    async def settled(self) -> None:
+        """Wait until its outcome is written."""
+        ...
+
+
+@runtime_checkable
 class AtHand(Protocol):
     """Deliveries that can be had without waiting, for listeners that take lists. Without it such a list has one."""
 

@@ -9,7 +9,7 @@ from outbox.core.attempt import Attempt, Outcome, Released
 from outbox.core.body import Decoder
 from outbox.core.landing import Landing
 from outbox.core.store import Lease
-from outbox.core.transport import AtHand, Delivery, UnderLease
+from outbox.core.transport import AtHand, Delivery, Isolable, UnderLease
 
 
 class Batch:
@@ -29,6 +29,17 @@ class Batch:
 
     def completion(self) -> None:
         return None
+
+    async def start(self) -> Batch | None:
+        """One that is isolated comes alone."""
+        [delivery] = self.deliveries
+        started = await delivery.start() if isinstance(delivery, Isolable) else delivery
+        return None if started is None else Batch([started])
+
+    async def settled(self) -> None:
+        for delivery in self.deliveries:
+            if isinstance(delivery, Isolable):
+                await delivery.settled()
 
     def settle(self, outcome: Outcome) -> Landing:
         """The same end for all that have none yet."""
@@ -136,7 +147,7 @@ _EXPECTED = "nothing, or a dict of positions in its list with the exception of e
 
 def _comes_alone(delivery: Delivery) -> bool:
     attempt = delivery.attempt
-    return attempt.attempt_count > 1 or attempt.crash_count > 0
+    return attempt.attempt_count > 1 or attempt.crash_count > 0 or attempt.isolated
 
 
 def _nothing() -> None:

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 from outbox.core.attempt import Attempt, Released
 from outbox.core.cancellation import ABANDONED
+from outbox.core.durations import NO_DELAY
 from outbox.core.errors import TransportClosed
 from outbox.core.events import Observer, StillRunning, Troubled
 from outbox.core.listener import Listener
 from outbox.core.pace import RestartDelay, Trouble
-from outbox.core.transport import Delivery
+from outbox.core.transport import Delivery, Isolable
 from outbox.inbound.batches import Batches
+from outbox.inbound.exclusive import Exclusive
 from outbox.inbound.slots import Slots, Start, slots_for
 
 SHORTEST_TROUBLE, LONGEST_TROUBLE = 0.2, 10.0  # seconds of pause after an error, doubling
+WRITTEN_WITHIN = 5.0  # seconds in which the outcome of an isolated run is written before others go on
 LAST_WORDS = 2.0  # seconds that an abandoned listener has to clean up after itself
 LONG_RUN = 15 * 60.0  # seconds after which a listener that still runs is worth a warning
 
@@ -28,6 +33,9 @@ class Source(Protocol):
     """Where deliveries come from."""
 
     def consume(self, listener: Listener, prefetch: int) -> AsyncIterator[Delivery]: ...
+
+
+Handle = Callable[[Delivery, Exception | None], Awaitable[None]]
 
 
 class Handler(Protocol):
@@ -69,6 +77,7 @@ class Worker:
         self._observe = observe
         self._restart_delay = restart_delay
         self._running: set[_Run] = set()
+        self._exclusive = Exclusive()
 
     async def run(self, stop: asyncio.Event, abandon: asyncio.Event) -> int:
         """Work until `stop`; how many listeners were abandoned: `abandon` or the end of the grace came first."""
@@ -81,6 +90,7 @@ class Worker:
                 await asyncio.wait([stopping, *serving], return_when=asyncio.FIRST_COMPLETED)
             finally:
                 await _end([stopping, *serving])
+                self._exclusive.stop()
         except asyncio.CancelledError:
             abandon.set()  # whoever cancels does not want to wait
             raise
@@ -127,22 +137,50 @@ class Worker:
         create_task = asyncio.get_running_loop().create_task
 
         def start(slots: Slots, delivery: Delivery, refusal: Exception | None) -> None:
+            if delivery.attempt.isolated and isinstance(delivery, Isolable):
+                running = self._run_alone(handle, delivery, refusal)
+            elif self._exclusive.is_kept:
+                self._exclusive.wait(partial(start, slots, delivery, refusal), partial(_give_back, slots, delivery))
+                return
+            else:
+                self._exclusive.begin()
+                running = self._run(handle(delivery, refusal), delivery)
             run = _Run(queue, delivery.attempt, time.monotonic())
             self._running.add(run)
-            run.task = create_task(self._run(run, handle(delivery, refusal), delivery, slots))
+            run.task = create_task(self._until_end(run, running, delivery, slots))
 
         return start
 
-    async def _run(self, run: _Run, handling: Awaitable[None], delivery: Delivery, slots: Slots) -> None:
+    async def _until_end(self, run: _Run, running: Awaitable[None], delivery: Delivery, slots: Slots) -> None:
         """A task of its own for each delivery: what a listener leaves in its context is gone with it."""
+        try:
+            await running
+        finally:
+            self._running.discard(run)
+            slots.release(delivery)
+
+    async def _run(self, handling: Awaitable[None], delivery: Delivery) -> None:
         try:
             await handling
         except Exception as error:  # noqa: BLE001 - a fault of ours, not the listener's
             delivery.settle(Released())  # without an end it would be held for ever
             self._observe(Troubled(f"handling of {delivery.attempt.message.id}", error, timedelta(0)))
         finally:
-            self._running.discard(run)
-            slots.release(delivery)
+            self._exclusive.end()
+
+    async def _run_alone(self, handle: Handle, delivery: Isolable, refusal: Exception | None) -> None:
+        """The run that could end as `crashed` has the process to itself, until its outcome is written."""
+        started: Delivery | None = None
+        pause: timedelta | None = None
+        try:
+            async with self._exclusive.alone() as pause:
+                if pause is None and (started := await delivery.start()) is not None:
+                    await handle(started, refusal)
+                    await _written(started)
+        except Exception as error:  # noqa: BLE001 - the database is away, or a fault of ours
+            self._observe(Troubled(f"isolated run of {delivery.attempt.message.id}", error, timedelta(0)))
+        finally:
+            (started or delivery).settle(Released(pause or NO_DELAY))  # unless it has an end
 
     async def _watch(self) -> None:
         """Say once of each listener that it runs for very long: the next thing it meets is a broker's own limit."""
@@ -174,6 +212,19 @@ class Worker:
 
     def _tasks(self) -> list[asyncio.Task[None]]:
         return [run.task for run in self._running if run.task is not None]
+
+
+def _give_back(slots: Slots, delivery: Delivery) -> None:
+    delivery.settle(Released())
+    slots.release(delivery)
+
+
+async def _written(delivery: Delivery) -> None:
+    """Wait until the outcome is written: a crash of another message before that would count against this one."""
+    if isinstance(delivery, Isolable):
+        with suppress(TimeoutError):
+            async with asyncio.timeout(WRITTEN_WITHIN):
+                await delivery.settled()
 
 
 async def _end(tasks: Iterable[asyncio.Future[Any]]) -> None:

@@ -143,6 +143,49 @@ class SettleStatements:
         )
 
     @cached_property
+    def start(self) -> Any:
+        """From now on it is leased like the others, and its start is counted."""
+        columns = self._messages.c
+        return (
+            update(self._messages)
+            .where(columns.id == bindparam("row_id"), self._held_apart)
+            .values(
+                starts=columns.starts + 1,
+                lease_token=bindparam("token", type_=Uuid),
+                lease_until=self._store.later(self._store.clock(), bindparam("lease", type_=Float)),
+            )
+            .returning(columns.id)
+        )
+
+    @cached_property
+    def release_unstarted(self) -> Any:
+        """A release of what was not started; it may be due only later."""
+        columns = self._messages.c
+        rows = self._store.records("rows", {"id": BigInteger, "delay": Float}).alias("settled")
+        later = self._put_off(rows.c.delay)
+        kept = {name: case((rows.c.delay > 0, value), else_=columns[name]) for name, value in later.items()}
+        return (
+            update(self._messages)
+            .where(columns.id == rows.c.id, self._held_apart)
+            .values(**kept, lease_token=null(), lease_until=null())
+            .returning(columns.id)
+        )
+
+    @cached_property
+    def renew_unstarted(self) -> Any:
+        until = self._store.later(self._store.clock(), bindparam("lease", type_=Float))
+        return (
+            update(self._messages)
+            .where(self._store.among(self._messages.c.id, "ids"), self._held_apart)
+            .values(lease_until=until)
+        )
+
+    @property
+    def _held_apart(self) -> ColumnElement[bool]:
+        columns = self._messages.c
+        return (columns.lease_token == bindparam("apart", type_=Uuid)) & (columns.lease_until > self._store.clock())
+
+    @cached_property
     def postpone(self) -> Any:
         """A release after which a row is due only later."""
         columns = self._messages.c
@@ -192,6 +235,7 @@ class SqlClaim:
         lease: timedelta,
         wanted: Mapping[str, Any] | None = None,
         suspected: Suspected = Suspected.ALL,
+        isolated_at: int | None = None,
         token: UUID | None = None,
     ) -> None:
         self._store = store
@@ -199,8 +243,12 @@ class SqlClaim:
         self._wanted = wanted  # none: it is given what it holds by whoever routes
         self._suspected = suspected
         self._lease = lease
+        self._isolated_at = isolated_at
         self._token = token or store.new_token()
+        self._apart = UUID(int=self._token.int ^ 1)  # what is not started yet bears this one
         self._held: set[int] = set()
+        self._unstarted: set[int] = set()
+        self._perhaps_started: set[int] = set()  # of those: the answer was lost
         self._unrenewed: set[int] = set()  # those whose listeners' transactions could not complete them otherwise
         self._writing = asyncio.Lock()  # a renewal and a settlement in two transactions could wait for each other
         self._renewal: asyncio.Task[None] | None = None
@@ -214,7 +262,7 @@ class SqlClaim:
             except BaseException as error:
                 await self.give_up(self._wanted["wanted"], error, unanswered=self._unanswered)
                 raise
-        if self._held:
+        if self._held or self._unstarted:
             self._renewal = asyncio.create_task(self._renew(), name="outbox lease renewal")
         return self
 
@@ -237,6 +285,7 @@ class SqlClaim:
                     lambda connection: self._settle(connection, to_write, self._store.fetched)
                 )
             self._held -= outcomes.keys()
+            self._unstarted -= outcomes.keys()
         return frozenset(outcomes.keys() - written)
 
     def completion(self, attempt: Attempt) -> tuple[Executable, Rows]:
@@ -248,6 +297,19 @@ class SqlClaim:
     def lease_on(self, attempt: Attempt) -> Lease:
         return Lease(attempt.id, self._token)
 
+    async def start(self, attempt: Attempt) -> bool:
+        parameters = {"row_id": attempt.id, "apart": self._apart, **self.terms}
+        async with self._writing:
+            self._perhaps_started.add(attempt.id)
+            started = await self._store.apply(
+                lambda connection: connection.execute(self._statements.start, parameters).all()
+            )
+            self._perhaps_started.discard(attempt.id)
+            self._unstarted.discard(attempt.id)
+            if started:
+                self._held.add(attempt.id)
+        return bool(started)
+
     @property
     def terms(self) -> dict[str, Any]:
         """What a leasing statement binds."""
@@ -257,19 +319,23 @@ class SqlClaim:
         """Hold what a leasing statement returned; what nobody can attempt is to be buried."""
         attempts, dead = as_attempts(rows)
         self.attempts += attempts
-        self._held.update(attempt.id for attempt in attempts)
+        self._held.update(attempt.id for attempt in attempts if not attempt.isolated)
+        self._unstarted.update(attempt.id for attempt in attempts if attempt.isolated)
         return dead
 
     def _take(self, connection: Connection) -> None:
         assert self._wanted is not None  # noqa: S101 - or nobody would have asked
         self._unanswered = True
-        self.bury(connection, self.hold(self._store.take(connection, self._wanted, self.terms, self._suspected)))
+        isolated_at = -1 if self._isolated_at is None else self._isolated_at
+        terms = {**self.terms, "apart": self._apart, "isolated_at": isolated_at}
+        self.bury(connection, self.hold(self._store.take(connection, self._wanted, terms, self._suspected)))
         self._unanswered = False
 
     def _settle(self, connection: Connection, outcomes: Mapping[int, Outcome], fetch: Fetch) -> set[int]:
         done: list[int] = []
         released: list[int] = []
         postponed: Rows = []
+        unstarted: Rows = []
         retries: Rows = []
         dead: dict[int, Dead] = {}
         for id, outcome in outcomes.items():
@@ -281,6 +347,9 @@ class SqlClaim:
                     retries.append({"id": id, "delay": as_seconds(delay), "line": line})
                 case Dead():
                     dead[id] = outcome
+                case Released(delay) if id in self._unstarted:
+                    unstarted.append({"id": id, "delay": as_seconds(delay)})
+                    released += {id} & self._perhaps_started
                 case Released(delay) if delay:
                     postponed.append({"id": id, "delay": as_seconds(delay)})
                 case Released():
@@ -298,6 +367,9 @@ class SqlClaim:
             written |= self._ids(connection, self._statements.release, {"ids": self._store.listed(released)})
         if postponed:
             written |= self._ids(connection, self._statements.postpone, {"rows": self._store.json(postponed)})
+        if unstarted:
+            chosen = {"rows": self._store.json(unstarted), "apart": self._apart}
+            written.update(connection.execute(self._statements.release_unstarted, chosen).scalars())
         return written
 
     def bury(self, connection: Connection, dead: Mapping[int, Dead]) -> set[int]:
@@ -336,6 +408,7 @@ class SqlClaim:
             with suppress(Exception):  # drivers throw what they like when their database is away
                 async with self._writing:
                     await self._renew_now(self._held - self._unrenewed, self._lease)
+                    await self._renew_unstarted()
 
     async def renew_once(self, ids: Collection[int], lease: timedelta) -> None:
         async with self._writing:
@@ -350,16 +423,23 @@ class SqlClaim:
         if ids:
             await self._store.apply(lambda connection: connection.execute(self._statements.renew, parameters).all())
 
+    async def _renew_unstarted(self) -> None:
+        ids = self._store.listed(sorted(self._unstarted))
+        parameters = {"ids": ids, "apart": self._apart, "lease": as_seconds(self._lease)}
+        if self._unstarted:
+            await self._store.apply(lambda connection: connection.execute(self._statements.renew_unstarted, parameters))
+
     async def give_up(self, destination: str, error: BaseException, *, unanswered: bool) -> None:
         """Give back what was leased before an error, whether the database could still tell what that was or not."""
-        if self._held and (not unanswered or isinstance(error, asyncio.CancelledError)):
+        known = self._held or self._unstarted
+        if known and (not unanswered or isinstance(error, asyncio.CancelledError)):
             await self.give_back()  # a cancellation waits for the answer
         elif unanswered:
-            self._store.lost_claims.give_back(self._token, destination, self._lease)
+            self._store.lost_claims.give_back(self._token, self._apart, destination, self._lease)
 
     async def give_back(self) -> None:
         """Let anybody have what was not settled."""
-        if self._held:
+        if self._held or self._unstarted:
             # If this fails the lease runs out and the messages are claimed again: later, not lost.
             with suppress(Exception):
-                await self.settle({id: Released() for id in self._held})
+                await self.settle({id: Released() for id in self._held | self._unstarted})

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
-from sqlalchemy import Integer, String, Uuid, bindparam, null, select, update
+from sqlalchemy import Integer, String, Uuid, bindparam, case, null, select, update
 
 from outbox.core.pace import Pace
 
@@ -27,10 +28,11 @@ class LostClaims:
         self._store = store
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def give_back(self, token: UUID, destination: str, lease: timedelta) -> None:
+    def give_back(self, token: UUID, apart: UUID, destination: str, lease: timedelta) -> None:
         """Release whatever bears this token. The statement may reach the server late, so an empty try is no end."""
         task = asyncio.create_task(
-            self._give_back(token, destination, lease.total_seconds()), name="outbox claim without an answer"
+            self._give_back({"token": token, "apart": apart, "wanted": destination}, lease.total_seconds()),
+            name="outbox claim without an answer",
         )
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -43,17 +45,17 @@ class LostClaims:
         if tasks:
             await asyncio.wait(tasks)
 
-    async def _give_back(self, token: UUID, destination: str, lease: float) -> None:
+    async def _give_back(self, claim: Mapping[str, Any], lease: float) -> None:
         loop, again = asyncio.get_running_loop(), Pace(AGAIN[1], AGAIN[0])
         lease_ends = loop.time() + lease
-        parameters = {"wanted": destination, "token": token, "most": READ_AT_MOST}
+        parameters = {**claim, "most": READ_AT_MOST}
         while loop.time() < lease_ends:
             with suppress(Exception):  # drivers throw what they like when their database is away
                 released = await self._store.apply(
                     lambda connection: connection.execute(self._release, parameters).rowcount
                 )
                 if released:
-                    self._store.announce(destination)
+                    self._store.announce(claim["wanted"])
                     return
             await asyncio.sleep(again.pause())
 
@@ -71,9 +73,12 @@ class LostClaims:
             .limit(bindparam("most", type_=Integer))
             .subquery("front")
         )
-        bears_it = front.c.lease_token == bindparam("token", type_=Uuid)
+        token, apart = bindparam("token", type_=Uuid), bindparam("apart", type_=Uuid)
+        chosen = columns.id.in_(select(front.c.id).where(front.c.lease_token.in_([token, apart])))
+        held = columns.lease_token.in_([token, apart]) & (columns.lease_until > self._store.clock())
+        counted = case((columns.lease_token == token, 1), else_=0)
         return (
             update(self._store.messages)
-            .where(columns.id.in_(select(front.c.id).where(bears_it)), self._store.held())
-            .values(starts=columns.starts - 1, lease_token=null(), lease_until=null())
+            .where(chosen, held)
+            .values(starts=columns.starts - counted, lease_token=null(), lease_until=null())
         )

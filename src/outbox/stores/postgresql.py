@@ -353,7 +353,7 @@ class PostgresqlStore(SqlStore):
 
     def _taking(self, chosen: Select[Any]) -> Any:
         ids = func.array(chosen.scalar_subquery(), type_=ARRAY(BigInteger))
-        return self.leasing(self.messages.c.id == any_(ids))
+        return self.leasing_some_apart(self.messages.c.id == any_(ids))
 
     # Routing in one round trip.
 

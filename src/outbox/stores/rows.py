@@ -31,7 +31,7 @@ _KEPT = (
 )
 GIVEN = tuple(name for name in _KEPT if name != "expires_at")  # what `message_row` fills
 CLAIMED = (  # what a leasing statement returns, in this order
-    *("due_at", "id", "first_due_at", "expired", "attempts", "starts"),
+    *("due_at", "id", "first_due_at", "expired", "attempts", "starts", "isolated"),
     *_KEPT,
 )
 
@@ -91,8 +91,8 @@ def _message(
 def as_attempts(rows: Sequence[Sequence[Any]]) -> tuple[list[Attempt], dict[int, Dead]]:
     """The attempts that claimed rows stand for, in their order, and by their ids those that nobody can attempt.
 
-    Their starts are counted already. The rows hold CLAIMED by position, and what a statement tells beyond it: there are
-    many of them, and names cost more than all the rest.
+    Their starts are counted already, but for isolated ones. The rows hold CLAIMED by position, and what a statement
+    tells beyond it: there are many of them, and names cost more than all the rest.
     """
     attempts: list[Attempt] = []
     dead: dict[int, Dead] = {}
@@ -103,6 +103,7 @@ def as_attempts(rows: Sequence[Sequence[Any]]) -> tuple[list[Attempt], dict[int,
         expired,
         ended,
         begun,
+        isolated,
         message_id,
         routing_key,
         key,
@@ -130,7 +131,8 @@ def as_attempts(rows: Sequence[Sequence[Any]]) -> tuple[list[Attempt], dict[int,
                 expires_at,
                 as_utc(due) if (due := first_due_at or due_at) - created_at > MUCH_LATER else None,
             )
-            attempts.append(Attempt(message, ended + 1, id, begun - ended - 1))
+            crashes = begun - ended if isolated else begun - ended - 1
+            attempts.append(Attempt(message, ended + 1, id, crashes, bool(isolated)))
         except (TypeError, ValueError) as error:  # somebody else wrote this row
             dead[id] = Dead(Reason.UNDECODABLE, f"its row cannot be read: {error}")
     return attempts, dead

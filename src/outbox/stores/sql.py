@@ -21,6 +21,7 @@ from sqlalchemy import (
     Executable,
     Float,
     Insert,
+    Integer,
     Row,
     Select,
     String,
@@ -358,9 +359,10 @@ class SqlStore(Spelling):
         lease: timedelta,
         destination: str | None = None,
         suspected: Suspected = Suspected.ALL,
+        isolated_at: int | None = None,
     ) -> SqlClaim:
         due = {"wanted": destination or NOT_ROUTED, "limit": limit, "suspected": suspected is not Suspected.NONE}
-        return SqlClaim(self, lease, due, suspected)
+        return SqlClaim(self, lease, due, suspected, isolated_at)
 
     def search(self, connection: Connection, statement: Any, parameters: Mapping[str, Any]) -> list[Row[Any]]:
         """Run a statement that is built on `due` and answers with `due_at` first."""
@@ -414,12 +416,15 @@ class SqlStore(Spelling):
 
     @cached_property
     def _lease(self) -> Any:
-        return self.leasing(self.among(self.messages.c.id, "ids"))
+        return self.leasing_some_apart(self.among(self.messages.c.id, "ids"))
 
-    def leasing(self, chosen: ColumnElement[bool], **further: Any) -> Any:
+    def leasing(self, chosen: ColumnElement[bool], isolated: ColumnElement[bool] | None = None, **further: Any) -> Any:
         """The statement that leases rows, counts their start, and tells what they hold."""
         columns = self.messages.c
-        expired = (columns.expires_at <= self.now()).label("expired")
+        told: dict[str, ColumnElement[Any]] = {
+            "expired": columns.expires_at <= self.now(),
+            "isolated": literal(0) if isolated is None else isolated,
+        }
         leased = {
             "lease_token": bindparam("token", type_=Uuid),
             "lease_until": self.later(self.now(), bindparam("lease", type_=Float)),
@@ -429,7 +434,19 @@ class SqlStore(Spelling):
             update(self.messages)
             .where(chosen)
             .values({**leased, **further})
-            .returning(*(expired if name == "expired" else columns[name] for name in CLAIMED))
+            .returning(*(told[name].label(name) if name in told else columns[name] for name in CLAIMED))
+        )
+
+    def leasing_some_apart(self, chosen: ColumnElement[bool]) -> Any:
+        """The same; isolated attempts are leased by a token of their own, and their start is not counted yet."""
+        columns, apart = self.messages.c, bindparam("apart", type_=Uuid)
+        in_time = columns.expires_at.is_(None) | (columns.expires_at > self.now())
+        isolated = (columns.starts - columns.attempts == bindparam("isolated_at", type_=Integer)) & in_time
+        return self.leasing(
+            chosen,
+            isolated=columns.lease_token == apart,
+            lease_token=case((isolated, apart), else_=bindparam("token", type_=Uuid)),
+            starts=columns.starts + case((isolated, 0), else_=1),
         )
 
     def _unleased(self, moment: ColumnElement[Any]) -> ColumnElement[bool]:

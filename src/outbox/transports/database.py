@@ -170,6 +170,12 @@ class DatabaseDelivery:
     def claim(self) -> Claim:
         return self._batch.claim
 
+    async def start(self) -> DatabaseDelivery | None:
+        return self if await self._batch.claim.start(self.attempt) else None
+
+    async def settled(self) -> None:
+        await self._batch.written.wait()
+
     def settle(self, outcome: Outcome) -> Landing:
         return self._batch.settle(self.attempt.id, outcome)
 
@@ -192,6 +198,7 @@ class DatabaseDeliveries:
     ) -> None:
         self._store = store
         self.queue = listener.queue
+        self._isolated_at = listener.isolated_at
         self._prefetch = prefetch
         self._appetite = _Appetite(listener.appetite, max(1, prefetch // IN_FLIGHT))
         self._lease = lease
@@ -304,7 +311,11 @@ class DatabaseDeliveries:
     async def _hold(self, room: int, taken: asyncio.Future[_Taken]) -> None:
         try:
             async with self._store.claim(
-                room, lease=self._lease, destination=self.queue, suspected=self._held.wanted(self.queue)
+                room,
+                lease=self._lease,
+                destination=self.queue,
+                suspected=self._held.wanted(self.queue),
+                isolated_at=self._isolated_at,
             ) as claim:
                 if self._closed:
                     return  # leaving gives everything back
@@ -387,6 +398,7 @@ class _Batch:
         self._open = {attempt.id for attempt in attempts}
         self._outcomes: dict[int, Outcome] = {}
         self._landings: dict[int, Landing] = {}
+        self.written = asyncio.Event()  # all of them, or they never will be
         self._some = asyncio.Event()
         self._all = asyncio.Event()
         self._closing = False
@@ -426,6 +438,7 @@ class _Batch:
     def end(self) -> None:
         """Nobody writes any more: whoever waits for an outcome to land is let go."""
         self._open.clear()
+        self.written.set()
         for landing in self._landings.values():
             landing.cancel()
 

@@ -108,9 +108,12 @@ class StoreCases:
         """Make a claim stop renewing itself, as if its process had died. Override it if yours renews otherwise."""
         claim._renewal.cancel()  # type: ignore[attr-defined]
 
-    async def expired(self, stack: AsyncExitStack, store: Store, limit: int = 100) -> Claim:
+    async def expired(
+        self, stack: AsyncExitStack, store: Store, limit: int = 100, isolated_at: int | None = None
+    ) -> Claim:
         """A claim whose lease has run out while its holder still believes in it."""
-        claim = await stack.enter_async_context(store.claim(limit, lease=SHORT, destination="q"))
+        claiming = store.claim(limit, lease=SHORT, destination="q", isolated_at=isolated_at)
+        claim = await stack.enter_async_context(claiming)
         assert claim.attempts
         self.crash(claim)
         await asyncio.sleep(SHORT.total_seconds() + 0.05)

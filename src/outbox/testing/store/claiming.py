@@ -263,6 +263,54 @@ class ClaimingCases(StoreCases):
             await queued(engine, store, message(body=b"fresh"), message(body=b"too many"))
             assert [attempt.message.body for attempt in await claimed(store, 4)] == [b"0", b"1", b"2", b"fresh"]
 
+    async def test_the_start_of_an_isolated_attempt_is_counted_when_it_is_started(
+        self, engine: AsyncEngine, store: Store
+    ) -> None:
+        await queued(engine, store, message(body=b"suspected"))
+        async with AsyncExitStack() as stack:
+            await self.expired(stack, store)
+            await queued(engine, store, message(body=b"fresh"))
+            for _ in range(2):  # its process dies while it waits to be alone
+                waiting = await self.expired(stack, store, isolated_at=1)
+                [attempt] = [each for each in waiting.attempts if each.message.body == b"suspected"]
+                assert (attempt.crash_count, attempt.isolated) == (1, True)
+                assert not await waiting.start(attempt)
+            async with store.claim(1, lease=LEASE, destination="q", isolated_at=1) as claim:
+                [attempt] = claim.attempts
+                assert (attempt.crash_count, attempt.isolated) == (1, True)
+                await claim.settle({attempt.id: Released()})
+            async with store.claim(1, lease=LEASE, destination="q", isolated_at=1) as claim:
+                assert await claim.start(claim.attempts[0])
+                assert await claim.settle({claim.attempts[0].id: Done()}) == frozenset()
+            assert [attempt.message.body for attempt in await claimed(store)] == [b"fresh"]
+
+    async def test_an_isolated_attempt_that_was_started_and_never_ended_is_a_crash(
+        self, engine: AsyncEngine, store: Store
+    ) -> None:
+        await queued(engine, store, message())
+        async with AsyncExitStack() as stack:
+            await self.expired(stack, store)
+            claim = await stack.enter_async_context(
+                store.claim(1, lease=timedelta(seconds=0.3), destination="q", isolated_at=1)
+            )
+            assert await claim.start(claim.attempts[0])
+            self.crash(claim)
+            await asyncio.sleep(0.35)
+            [attempt] = await claimed(store)
+            assert (attempt.crash_count, attempt.isolated) == (2, False)
+
+    async def test_an_isolated_attempt_that_cannot_be_made_now_is_due_later_and_counts_as_no_start(
+        self, engine: AsyncEngine, store: Store
+    ) -> None:
+        await queued(engine, store, message())
+        async with AsyncExitStack() as stack:
+            await self.expired(stack, store)
+            async with store.claim(1, lease=LEASE, destination="q", isolated_at=1) as claim:
+                await claim.settle({claim.attempts[0].id: Released(timedelta(hours=1))})
+            assert await claimed(store) == []
+            [stored] = await store.list_messages()
+            assert (stored.crash_count, stored.leased_until) == (1, None)
+
     async def test_crashes_are_counted_apart_from_attempts(self, engine: AsyncEngine, store: Store) -> None:
         await queued(engine, store, message())
         async with AsyncExitStack() as stack:

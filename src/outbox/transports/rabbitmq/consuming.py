@@ -35,7 +35,7 @@ from outbox.transports.rabbitmq.carrying import Courier, Parcel
 from outbox.transports.rabbitmq.channels import Channel, Incoming, Lost
 from outbox.transports.rabbitmq.link import Link
 from outbox.transports.rabbitmq.properties import CRASHES, ON_TRIAL, Envelope, after_failure, of_dead_letter
-from outbox.transports.rabbitmq.suspects import Key, Suspects, Verdict
+from outbox.transports.rabbitmq.suspects import ARRIVES_WITHIN, Key, Suspects, Verdict
 
 SETTLE_WITHIN = 0.002  # seconds that an acknowledgement waits for others to be written with it
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.1, 2.0  # seconds between two tries to consume, doubling
@@ -75,6 +75,12 @@ class RabbitmqDelivery:
     def completion(self) -> None:
         return None
 
+    async def start(self) -> RabbitmqDelivery | None:
+        return self if self.envelope.on_trial else await self.tray.send_to_trial(self)
+
+    async def settled(self) -> None:
+        await self.tray.trial_ended(self)
+
     def settle(self, outcome: Outcome) -> Landing:
         landing = Landing()
         if self.is_settled:
@@ -108,6 +114,7 @@ class Tray:
         self._makes_room = True  # whether acknowledgements are written, for which the broker sends more
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: dict[asyncio.Task[None], Landing] = {}  # copies that are on their way, and who waits for them
+        self._closing = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         channel.ended.add_done_callback(lambda _: self._lost())
 
@@ -128,7 +135,8 @@ class Tray:
         try:
             message = envelope.message(incoming.routing_key, incoming.body)
             verdict, crashes = self._suspects.judge(envelope, (self.queue, message.id), self._deliveries.listener)
-            attempt = Attempt(message, envelope.attempt_count, incoming.tag, crashes)
+            isolated = verdict is Verdict.SUSPECT or verdict is Verdict.ON_TRIAL
+            attempt = Attempt(message, envelope.attempt_count, incoming.tag, crashes, isolated)
         except Undecodable as error:
             delivery = RabbitmqDelivery(_unread(incoming, envelope), envelope.without_ours(), incoming, self)
             self._open[incoming.tag] = delivery
@@ -138,9 +146,10 @@ class Tray:
         if verdict is Verdict.TRUSTED or verdict is Verdict.CONDEMNED:
             self._deliveries.ready(delivery)
         elif verdict is Verdict.SUSPECT:
-            self._suspects.wait(delivery.key, partial(self._send_to_trial, delivery))
+            self._suspects.wait(delivery.key, partial(self._get_ready, delivery))
         elif self._suspects.begin(delivery.key):
-            self._start(self._try_alone(delivery), Landing())
+            if not self._suspects.arrived(delivery.key, delivery):
+                self._start(self._try_alone(delivery), Landing())
         else:
             delivery.is_settled = True
             landing = Landing()
@@ -154,6 +163,8 @@ class Tray:
             return
         if delivery.envelope.on_trial:
             self._start(self._end_trial(delivery.key, landing), Landing())
+        elif delivery.attempt.isolated:
+            self._suspects.end(delivery.key)
         match outcome:
             case Done():
                 self._done(tag, landing)
@@ -162,6 +173,8 @@ class Tray:
                 self._start(self._retry(delivery, landing, headers, delay), landing)
             case Dead():
                 self._start(self._bury(delivery, landing, outcome), landing)
+            case Released(delay) if delay and not delivery.envelope.on_trial:
+                self._start(self._give_back_later(delivery, landing, delay), landing)
             case Released() if self._suspects.would_suspect(delivery.envelope, self._deliveries.listener):
                 # One more return would begin to look like a crash. A new copy has none.
                 crashes = delivery.attempt.crash_count or None
@@ -173,6 +186,7 @@ class Tray:
 
     async def close(self) -> None:
         """Write what is known and let the channel go; what is not settled comes back."""
+        self._closing.set()
         await self._end_copies()
         self._flush(patience=0.0)
         if self._words > MOST_UNDER_WAY:
@@ -219,20 +233,55 @@ class Tray:
                 for incoming in arrived:
                     self.take(incoming)
 
-    def _send_to_trial(self, delivery: RabbitmqDelivery) -> bool:
-        if delivery.is_settled or delivery.incoming.tag not in self._open:
+    def _is_here(self, delivery: RabbitmqDelivery) -> bool:
+        return not delivery.is_settled and delivery.incoming.tag in self._open
+
+    def _get_ready(self, delivery: RabbitmqDelivery) -> bool:
+        """It is its turn: its worker sends it to its trial as soon as nothing else runs."""
+        if not self._is_here(delivery):
             return False
+        self._deliveries.ready(delivery)
+        return True
+
+    async def send_to_trial(self, delivery: RabbitmqDelivery) -> RabbitmqDelivery | None:
+        """Publish it anew, and wait for the copy."""
+        if not self._is_here(delivery):
+            return None
         delivery.is_settled = True
         headers: dict[str, object] = {CRASHES: delivery.attempt.crash_count, ON_TRIAL: True}
         landing = Landing()
-        self._start(self._retry(delivery, landing, headers, NO_DELAY), landing)
-        return True
+        with self._suspects.expecting(delivery.key) as arrival:
+            try:
+                self._start(self._publish_for_trial(delivery, landing, headers), landing)
+                async with asyncio.timeout(ARRIVES_WITHIN):
+                    await asyncio.wait([arrival])
+                    await asyncio.sleep(ALONE_AFTER)
+                    await self._suspects.alone()
+            except TimeoutError:
+                pass
+            except BaseException:
+                if arrival.done():
+                    arrival.result().settle(Released())
+                raise
+            copy: RabbitmqDelivery | None = arrival.result() if arrival.done() else None
+        return copy
+
+    async def _publish_for_trial(
+        self, delivery: RabbitmqDelivery, landing: Landing, headers: dict[str, object]
+    ) -> None:
+        await self._retry(delivery, landing, headers, NO_DELAY)
+        self._flush(patience=0.0)
+        self._suspects.sent(delivery.key)
 
     async def _try_alone(self, delivery: RabbitmqDelivery) -> None:
         """Have it ready when all other suspects are back at the broker."""
         await asyncio.sleep(ALONE_AFTER)
         await self._suspects.alone()
         self._deliveries.ready(delivery)
+
+    async def trial_ended(self, delivery: RabbitmqDelivery) -> None:
+        """Wait until the broker knows how a trial ended."""
+        await self._suspects.ended(delivery.key)
 
     async def _end_trial(self, key: Key, landing: Landing) -> None:
         """The next one is tried when the broker knows how this one ended: its crash would count for both."""
@@ -273,6 +322,13 @@ class Tray:
             self._done(delivery.incoming.tag, landing)
         else:
             self._nack(delivery.incoming.tag, landing, requeue=True)
+
+    async def _give_back_later(self, delivery: RabbitmqDelivery, landing: Landing, delay: timedelta) -> None:
+        """Held here for that long: the broker would deliver it again at once."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(delay.total_seconds()):
+                await self._closing.wait()
+        await self._give_back(delivery, landing, {CRASHES: delivery.attempt.crash_count or None})
 
     def _parcel(self, delivery: RabbitmqDelivery, headers: dict[str, object]) -> Parcel:
         return Parcel(self._deliveries.queue, delivery.attempt.message, delivery.envelope, headers)

@@ -3,9 +3,9 @@
 The broker counts how often it got a message back without an end. That is no count of crashes: it counts the whole
 prefetch of a worker that died, and what was given back on purpose. So it makes a message a suspect, no more.
 
-Suspects wait in a line, one of each process is tried at a time. For its trial it is published anew, with a header that
-says so: whoever gets that copy starts its listener, and if the copy comes back, its worker died of it. The last crash
-that condemns a message is always one of these.
+Suspects wait in a line, one of each process is tried at a time. For its trial the process runs nothing else, and it is
+published anew, with a header that says so: the worker that gets the copy starts its listener, and if the copy comes
+back, its worker died of it. The last crash that makes a message a dead letter is always one of these.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum, auto
+from typing import Any
 
 from outbox.core.listener import Listener
 from outbox.transports.rabbitmq.properties import Envelope
 
-RESERVED_FOR = 2.0  # seconds in which a copy for trial may come to another process, or wait behind many others
+RESERVED_FOR = 0.5  # seconds in which a copy for trial may come to another process, or wait behind many others
+ARRIVES_WITHIN = 0.25  # seconds in which it comes to this one if it is ever to: nothing else runs meanwhile
 MOST_FORGIVEN = 50_000  # messages whose return was no crash, remembered
 
 Key = tuple[str, str | None]  # a queue and a message id
+AnyDelivery = Any  # of this transport
 
 
 class Verdict(Enum):
@@ -43,7 +46,9 @@ class Suspects:
         self._reservation: asyncio.TimerHandle | None = None
         self._leaving = 0  # others on trial that came while one was, and are on their way back
         self._left = asyncio.Event()
+        self._over = asyncio.Event()
         self._forgiven: OrderedDict[Key, int] = OrderedDict()
+        self._expected: dict[Key, asyncio.Future[AnyDelivery]] = {}  # copies for trial that a run waits for
 
     def judge(self, envelope: Envelope, key: Key, listener: Listener) -> tuple[Verdict, int]:
         """How a delivery is to be met, and how many crashes are counted."""
@@ -72,7 +77,7 @@ class Suspects:
             self._forgiven.popitem(last=False)
 
     def wait(self, key: Key, turn: Callable[[], bool]) -> None:
-        """Wait in the line; `turn` sends it to its trial, or says that it has gone."""
+        """Wait in the line; `turn` makes it ready for its trial, or says that it has gone."""
         self._line.append((key, turn))
         self._next()
 
@@ -81,6 +86,28 @@ class Suspects:
         if self._on_trial not in (None, key):
             return False
         self._reserve(key)
+        return True
+
+    @contextmanager
+    def expecting(self, key: Key) -> Iterator[asyncio.Future[AnyDelivery]]:
+        """Around the way of a copy for trial to this process: what it is delivered as."""
+        self._expected[key] = arrival = asyncio.get_running_loop().create_future()
+        try:
+            yield arrival
+        finally:
+            del self._expected[key]
+
+    def sent(self, key: Key) -> None:
+        """The copy is at the broker, which may send it to another process."""
+        if self._on_trial == key and key in self._expected and not self._expected[key].done():
+            self._reservation = asyncio.get_running_loop().call_later(RESERVED_FOR, self.end, key)
+
+    def arrived(self, key: Key, delivery: AnyDelivery) -> bool:
+        """Whether a run waits for this copy."""
+        expected = self._expected.get(key)
+        if expected is None or expected.done():
+            return False
+        expected.set_result(delivery)
         return True
 
     @contextmanager
@@ -103,15 +130,20 @@ class Suspects:
         """Its trial is over, or it has gone."""
         if self._on_trial == key:
             self._reserve(None)
+            self._over.set()
             self._next()
+
+    async def ended(self, key: Key) -> None:
+        """Wait until a trial is over."""
+        while self._on_trial == key:
+            self._over.clear()
+            await self._over.wait()
 
     def _next(self) -> None:
         while self._on_trial is None and self._line:
             key, turn = self._line.popleft()
             self._reserve(key)
-            if turn():
-                self._reservation = asyncio.get_running_loop().call_later(RESERVED_FOR, self.end, key)
-            else:
+            if not turn():
                 self._reserve(None)
 
     def _reserve(self, key: Key | None) -> None:
