@@ -16,6 +16,7 @@ from outbox.core.attempt import Dead, Done, Reason, Released, RetryIn
 from outbox.core.errors import TransportUnavailable
 from outbox.core.landing import Landing
 from outbox.core.transport import Delivery, Transport
+from outbox.transports.rabbitmq import acknowledging
 from tests.amqp.peer import LONG, Consuming, Peer, Published
 from tests.amqp.transports import connected
 
@@ -167,6 +168,24 @@ async def test_acknowledgements_of_many_never_reach_past_an_open_delivery(
     for position in (2, 0):
         deliveries[position].settle(Done())
     await ledger.until_acked(*tags)
+
+
+async def test_one_slow_delivery_does_not_keep_the_prefetch_of_the_others(
+    peer: Peer, taking: Taking, consumer: Consuming, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The broker sends nothing in the place of what is not acknowledged."""
+    monkeypatch.setattr(acknowledging, "PATIENCE", 10 * LONG)
+    tags = [consumer.deliver() for _ in range(16)]
+    ledger = Ledger(peer, *tags)
+    slow, first, *others = await taking.take_several(16)
+    first.settle(Done())
+    await asyncio.sleep(0.02)  # it waits for the slow one, and a timer for it is set
+    for delivery in others:
+        delivery.settle(Done())
+    async with asyncio.timeout(LONG):
+        await ledger.until_acked(*tags[1:])
+    assert ledger.open == {tags[0]}
+    slow.settle(Done())
 
 
 async def test_a_thousand_done_in_any_order_are_all_acknowledged_once(peer: Peer, transport: Transport) -> None:

@@ -1,7 +1,8 @@
 """Acknowledgements: what may be said about the deliveries of one channel, and when.
 
 An acknowledgement "of all up to this one" is never sent past the lowest delivery that is still open. What is settled
-above it waits a moment for that one, and is then acknowledged by itself: a slow listener holds nobody up.
+above it waits a moment for that one, and is then acknowledged by itself. The moment is short while such deliveries take
+up much of the prefetch: the broker sends nothing in their place, and one slow listener would hold up all others.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from dataclasses import dataclass, field
 from outbox.core.landing import Landing
 
 PATIENCE = 0.1  # seconds that a settled delivery waits for an open one before it
+IMPATIENCE = 0.005  # the same while those that wait take up a part of the prefetch
+LARGE_PART = 4  # of the prefetch: one in so many
 
 
 @dataclass(slots=True)
@@ -51,6 +54,10 @@ class Acknowledgements:
     @property
     def waiting(self) -> bool:
         return bool(self._waiting)
+
+    def patience(self, prefetch: int) -> float:
+        """For how long a settled delivery waits for an open one, of so many that the broker sends at most."""
+        return IMPATIENCE if len(self._waiting) * LARGE_PART >= prefetch else PATIENCE
 
     def words(self, now: float, patience: float = PATIENCE) -> Words:
         """What may be said by now."""

@@ -29,7 +29,7 @@ from outbox.core.listener import Listener
 from outbox.core.message import BYTES, Message
 from outbox.core.pace import Pace
 from outbox.core.tracking import new_id
-from outbox.transports.rabbitmq.acknowledging import PATIENCE, Acknowledgements
+from outbox.transports.rabbitmq.acknowledging import IMPATIENCE, PATIENCE, Acknowledgements
 from outbox.transports.rabbitmq.appetite import Appetite
 from outbox.transports.rabbitmq.carrying import Courier, Parcel
 from outbox.transports.rabbitmq.channels import Channel, Incoming, Lost
@@ -351,6 +351,13 @@ class Tray:
         self._acknowledgements.done(tag, landing, self._loop.time())
         if self._timer is None:
             self._timer = self._loop.call_later(SETTLE_WITHIN, self._flush)
+        elif self._timer.when() - self._loop.time() > IMPATIENCE and self._patience < PATIENCE:
+            self._timer.cancel()
+            self._timer = self._loop.call_later(IMPATIENCE, self._flush)
+
+    @property
+    def _patience(self) -> float:
+        return self._acknowledgements.patience(self._deliveries.prefetch)
 
     def _nack(self, tag: int, landing: Landing, *, requeue: bool) -> None:
         known = self._open.pop(tag, None) is not None
@@ -363,19 +370,19 @@ class Tray:
         self._words += len(acks) + len(nacks)
         self._channel.settle(acks, nacks)
 
-    def _flush(self, patience: float = PATIENCE) -> None:
+    def _flush(self, patience: float | None = None) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         if self._channel.ended.done() or not self._makes_room:
             return
-        words = self._acknowledgements.words(self._loop.time(), patience)
+        words = self._acknowledgements.words(self._loop.time(), self._patience if patience is None else patience)
         if words.acks:
             self._say(words.acks)
         for landing in words.landings:
             landing.set_result(True)
         if self._acknowledgements.waiting:
-            self._timer = self._loop.call_later(PATIENCE, self._flush)
+            self._timer = self._loop.call_later(self._patience, self._flush)
 
     def _lost(self) -> None:
         """The channel is gone, and with it every hold on what it delivered."""
@@ -472,6 +479,11 @@ class RabbitmqDeliveries:
         else:
             self._ready.append(delivery)
             self._arrived.set()
+
+    @property
+    def prefetch(self) -> int:
+        """How many unacknowledged deliveries the broker allows."""
+        return self._appetite.prefetch
 
     def settled(self) -> None:
         self._appetite.digested(time.monotonic())
