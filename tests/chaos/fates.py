@@ -75,7 +75,7 @@ ENDINGS = (  # of the listener's transaction, or of what it is worth
 )
 HANGING = {HANGS: "hang.up", HANGS_ON: "hang.up", HANGS_IN_THREAD: "thread.hangs"}  # and where these go
 # Mistakes that are not made as long as the library cannot take them.
-SWITCHED_OFF: tuple[str, ...] = (FORKS,)
+SWITCHED_OFF: tuple[str, ...] = ()
 
 
 def _mistaken(mistake: str) -> tuple[Fate, ...]:
