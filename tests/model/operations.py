@@ -40,7 +40,7 @@ def crash(claim: Claim) -> None:
 
 async def renew(claim: Claim) -> None:
     """What a claim does by itself every third of its lease."""
-    await claim._renew_once(claim._held)  # type: ignore[attr-defined]
+    await claim._renew_now(claim._held, claim._lease)  # type: ignore[attr-defined]
 
 
 class Operations:

@@ -26,7 +26,9 @@ OutboxError
 │   └── TablesMissing           a driver's own connection, and nobody has made the tables yet
 ├── Undecodable                 a body is not what its listener's annotation says: a dead letter
 ├── TransportUnavailable        nothing was sent: the destination is away
-├── TransportClosed             a connection that was given to the transport is closed for good
+├── ClosedForGood               a relay or a worker cannot go on: it ends, and has to be started again
+│   ├── TransportClosed         a connection that was given to the transport is closed
+│   └── DatabaseReplaced        SQLite: another file is where the database was
 ├── DatabaseSilent              the database did not answer in time
 ├── LeaseLost                   another worker holds this delivery now
 └── NotFound                    no message or dead letter has that id
@@ -157,7 +159,15 @@ class TransportUnavailable(OutboxError):
     """Nothing was sent: the destination is away. It burns nobody's attempts."""
 
 
-class TransportClosed(OutboxError):
+class ClosedForGood(OutboxError):
+    """A relay or a worker cannot go on, and trying again does not help: it ends, and has to be started again."""
+
+
+class DatabaseReplaced(ClosedForGood):
+    """Another SQLite file, or none, is where the database was: what is written to the old one is seen by nobody."""
+
+
+class TransportClosed(ClosedForGood):
     """A connection that was given to the transport is closed for good: relays and workers end with this."""
 
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from outbox.core.attempt import Attempt, Released
 from outbox.core.cancellation import ABANDONED
 from outbox.core.durations import NO_DELAY
-from outbox.core.errors import TransportClosed
+from outbox.core.errors import ClosedForGood
 from outbox.core.events import Observer, StillRunning, Troubled
 from outbox.core.listener import Listener
 from outbox.core.pace import RestartDelay, Trouble
@@ -108,7 +108,7 @@ class Worker:
         while True:
             try:
                 await self._take(listener, slots, trouble)
-            except TransportClosed:
+            except ClosedForGood:
                 raise
             except Exception as error:  # noqa: BLE001 - a worker outlives whatever its transport throws
                 pause = trouble.pause(error)

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from datetime import timedelta
 from typing import Protocol
 
-from outbox.core.errors import TransportClosed, TransportUnavailable
+from outbox.core.errors import ClosedForGood, TransportUnavailable
 from outbox.core.events import Observer, Troubled
 from outbox.core.pace import Pace, RestartDelay, Trouble
 from outbox.outbound.rounds import Rounds
@@ -69,7 +69,7 @@ class Relay:
                     ending = () if self._rounds is None else self._rounds.ending
                     await unless(stop, self._wait(self._pace.pause()), *ending)
                 self._trouble.reset()
-            except TransportClosed:
+            except ClosedForGood:
                 raise
             except Exception as error:  # noqa: BLE001 - a relay outlives whatever its database or broker throws
                 away = isinstance(error, TransportUnavailable)

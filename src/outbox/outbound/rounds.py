@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol, Self
 
-from outbox.core.errors import TransportClosed
+from outbox.core.errors import ClosedForGood
 
 SIDE_BY_SIDE = 4  # rounds that are open at once
 STUCK = 0.1  # seconds that a batch which is not full may wait for its answers before the next round begins
@@ -105,7 +105,7 @@ class Rounds:
         try:
             return round.result()
         except Exception as error:
-            if errors < self._errors and not isinstance(error, TransportClosed):
+            if errors < self._errors and not isinstance(error, ClosedForGood):
                 return 0
             self._errors += 1
             raise

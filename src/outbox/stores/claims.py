@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from functools import cached_property
 from types import TracebackType
@@ -41,6 +41,9 @@ from outbox.stores.rows import EXPIRATION_PASSED, as_attempts, as_seconds, histo
 
 if TYPE_CHECKING:
     from outbox.stores.sql import SqlStore
+
+RENEW_AFTER = 1 / 3  # of the lease
+RENEW_SOONER = 1 / 5  # where a listener's transaction, which may take three quarters of a lease, holds up all renewals
 
 Fetch = Callable[[Connection, Executable, Mapping[str, Any]], Sequence[Sequence[Any]]]
 
@@ -250,7 +253,8 @@ class SqlClaim:
         self._unstarted: set[int] = set()
         self._perhaps_started: set[int] = set()  # of those: the answer was lost
         self._unrenewed: set[int] = set()  # those whose listeners' transactions could not complete them otherwise
-        self._writing = asyncio.Lock()  # a renewal and a settlement in two transactions could wait for each other
+        # A renewal and a settlement in two transactions could wait for each other, unless one writes at a time.
+        self._writing = asyncio.Lock() if store.writes_side_by_side else nullcontext()
         self._renewal: asyncio.Task[None] | None = None
         self._unanswered = False  # whether a statement that leases was sent, and what it did is not known
         self.attempts: list[Attempt] = []
@@ -401,8 +405,8 @@ class SqlClaim:
         return next((attempt.attempt_count for attempt in self.attempts if attempt.id == id), 0)
 
     async def _renew(self) -> None:
-        """Renew at a third of the lease. A database that is away is asked again: the fence decides, not this task."""
-        pause = self._lease.total_seconds() / 3
+        """Renew in time. A database that is away is asked again: the fence decides, not this task."""
+        pause = self._lease.total_seconds() * (RENEW_AFTER if self._store.writes_side_by_side else RENEW_SOONER)
         while True:
             await asyncio.sleep(pause)
             with suppress(Exception):  # drivers throw what they like when their database is away
@@ -421,7 +425,7 @@ class SqlClaim:
     async def _renew_now(self, ids: Collection[int], lease: timedelta) -> None:
         parameters = {"ids": self._store.listed(sorted(ids)), "token": self._token, "lease": as_seconds(lease)}
         if ids:
-            await self._store.apply(lambda connection: connection.execute(self._statements.renew, parameters).all())
+            await self._store.renew(lambda connection: connection.execute(self._statements.renew, parameters).all())
 
     async def _renew_unstarted(self) -> None:
         ids = self._store.listed(sorted(self._unstarted))

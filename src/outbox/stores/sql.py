@@ -143,6 +143,10 @@ class SqlStore(Spelling):
     async def _apply(self, work: Callable[[Connection], Result]) -> Result:
         """Run work whose statements need not commit together: one round trip each where the database can."""
 
+    async def _renew(self, work: Callable[[Connection], Result]) -> Result:
+        """Run what renews leases. Where one writes at a time, it comes first."""
+        return await self._apply(work)
+
     @abstractmethod
     async def _look(self, work: Callable[[Connection], Result]) -> Result:
         """Run work that only reads."""
@@ -226,6 +230,11 @@ class SqlStore(Spelling):
         """Run work whose statements need not commit together."""
         await self.open()
         return await finish(self._apply(work), WORK_WITHIN)
+
+    async def renew(self, work: Callable[[Connection], Result]) -> Result:
+        """Run what renews leases, before anything else that waits to write."""
+        await self.open()
+        return await finish(self._renew(work), WORK_WITHIN)
 
     async def look(self, work: Callable[[Connection], Result]) -> Result:
         """Run work that only reads."""

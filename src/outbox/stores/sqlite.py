@@ -49,9 +49,10 @@ from outbox.stores.failures import nothing_is_kept
 from outbox.stores.qualified import qualified
 from outbox.stores.sql import SqlStore
 from outbox.stores.sqlite_check import SqliteCheck
-from outbox.stores.sqlite_files import files
+from outbox.stores.sqlite_files import files, notice_replacement
 from outbox.stores.sqlite_path import OwnFile
 from outbox.stores.tables import Tables
+from outbox.stores.turns import Turn, Turns
 
 Result = TypeVar("Result")
 
@@ -121,8 +122,12 @@ class SqliteStore(SqlStore):
         await self.lost_claims.close()
         await self._loops.close()
 
-    def turn(self, *, for_caller: bool = False) -> _Turn:
-        return self._loops.here().turn
+    def turn(self, *, for_caller: bool = False) -> Turn:
+        return self._loops.here().turns.next
+
+    async def _renew(self, work: Callable[[Connection], Result]) -> Result:
+        async with self._loops.here().turns.first:
+            return await self._own().run(work, reading=False)
 
     async def anything_due(self, wanted: Mapping[str, Any]) -> bool:
         # A claim takes the one lock that every writer of the file waits for.
@@ -268,7 +273,7 @@ class _InLoop:
     """What of a store belongs to one event loop."""
 
     def __init__(self) -> None:
-        self.turn = _Turn()
+        self.turns = Turns()
         self.thread: _Thread | _MemoryThread | None = None
         self.pulse: asyncio.Task[None] | None = None
 
@@ -279,31 +284,6 @@ class _InLoop:
         thread, self.thread = self.thread, None
         if thread is not None:
             await thread.close()
-
-
-class _Turn:
-    """Who writes next in this event loop: first come, first served.
-
-    SQLite itself lets writers guess: whoever asks again soonest gets the lock, and listeners ask without a pause.
-    """
-
-    def __init__(self) -> None:
-        self._lock = asyncio.Lock()
-        self._holder: asyncio.Task[Any] | None = None
-
-    async def __aenter__(self) -> None:
-        task = asyncio.current_task()
-        if self._holder is not None and self._holder is task:
-            raise TransactionError(
-                "a transaction is open in this task already, and SQLite lets no second one write: pass its session on, "
-                "and use `session.begin_nested()` for a part"
-            )
-        await self._lock.acquire()
-        self._holder = task
-
-    async def __aexit__(self, *error: object) -> None:
-        self._holder = None
-        self._lock.release()
 
 
 class _Thread:
@@ -389,6 +369,8 @@ def prepare(engine: Engine | AsyncEngine) -> None:
     """
     target = engine.sync_engine if isinstance(engine, AsyncEngine) else engine
     event.listen(target, "connect", _connect)
+    if not in_memory(engine.url):
+        notice_replacement(target)
     event.listen(target, "begin", _begin)
     event.listen(target, "before_cursor_execute", _refuse_what_would_be_alone)
     if isinstance(engine, AsyncEngine):

@@ -1,4 +1,4 @@
-"""Files: which SQLite files connections of our own have open, so that a forked child keeps away from them.
+"""Files: which SQLite files connections have open, what a forked child may not use, and what was replaced meanwhile.
 
 SQLite remembers by itself which locks its process has on a file, and a child of `os.fork` inherits that memory without
 the locks. A connection that the child opens believes it: it waits for ever for a lock that was a parent's thread's, or
@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from pathlib import Path
+from typing import Any
 
-from sqlalchemy import Engine, event
+from sqlalchemy import Connection, Engine, event
 
-from outbox.core.errors import ForkRefused
+from outbox.core.errors import DatabaseReplaced, ForkRefused
 from outbox.core.forks import forget_after_fork
 
 
@@ -42,3 +44,41 @@ class _Files:
 
 files = _Files()
 forget_after_fork(files)
+
+_FILE = "outbox file"  # in what SQLAlchemy keeps about a connection: the path, and which file was there
+
+
+def notice_replacement(engine: Engine) -> None:
+    """Let no transaction begin or commit in a file that is not the one at its path any more, as after a restore.
+
+    The connection is kept: a new one would find a log that is not its file's, or make a file where one is being put.
+    """
+    path = Path(engine.url.database or "").absolute()
+
+    def opened(connection: object, record: Any) -> None:
+        record.info[_FILE] = path, _identity(path)
+
+    def check(connection: Connection) -> None:
+        _check(*connection.info.get(_FILE, (path, None)))
+
+    event.listen(engine, "connect", opened)
+    event.listen(engine, "begin", check)
+    event.listen(engine, "commit", check)
+
+
+def _check(path: Path, known: tuple[int, int] | None) -> None:
+    found = _identity(path)
+    if known is not None and found != known:
+        raise DatabaseReplaced(
+            f"{path} is {'gone' if found is None else 'another file now'}: what is written to the one that was opened "
+            "is seen by nobody. Start this process again. Before a database is restored, stop all processes and remove "
+            "the files beside it that end in -wal and -shm"
+        )
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino

@@ -1,0 +1,91 @@
+"""SQLite: one writes at a time, in a file that may be replaced under a running process."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from pathlib import Path
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from outbox import DatabaseReplaced, Listener, Outbox
+from outbox.core.events import Failed, LeaseWasLost
+from tests.conftest import MakeOutbox
+from tests.seeds.observing import PATIENCE, Recorder
+
+pytestmark = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+
+MANY = 24  # listeners that wait for each other
+EACH, LEASE = 0.12, 1.5  # seconds: all of them together take longer than a lease
+
+
+async def test_leases_are_renewed_while_listeners_wait_for_each_other(make_outbox: MakeOutbox) -> None:
+    recorder, runs, all_done = Recorder(), list[int](), asyncio.Event()
+    outbox = make_outbox(lease=LEASE, observers=[recorder])
+
+    async def on_order(number: int, session: AsyncSession) -> None:
+        runs.append(number)
+        await session.execute(text("SELECT 1"))
+        await asyncio.sleep(EACH)
+        if set(runs) == set(range(MANY)):
+            all_done.set()
+
+    async with outbox.transaction() as session:
+        await outbox.emit_many(session, "order.created", range(MANY))
+    async with outbox.running(listeners=[Listener("order.*", on_order, queue="orders", concurrency=MANY)]):
+        await asyncio.wait_for(all_done.wait(), PATIENCE)
+    assert sorted(runs) == list(range(MANY))
+    assert not recorder.of(LeaseWasLost)
+
+
+def file_of(database_url: str) -> Path:
+    return Path(database_url.partition("///")[2])
+
+
+def replace(file: Path) -> None:
+    """Put a copy of a database in its place, as a restore does."""
+    with sqlite3.connect(file) as connection:
+        connection.execute("VACUUM INTO ?", [f"{file}.copy"])
+    connection.close()
+    Path(f"{file}.copy").replace(file)
+    for beside in ("-wal", "-shm"):
+        Path(f"{file}{beside}").unlink(missing_ok=True)
+
+
+async def test_a_worker_ends_when_its_database_was_replaced(make_outbox: MakeOutbox, database_url: str) -> None:
+    recorder = Recorder()
+    outbox = make_outbox(observers=[recorder])
+    seen: asyncio.Queue[int] = asyncio.Queue()
+    listener = Listener("order.*", seen.put, queue="orders")
+
+    async def emit(number: int) -> None:
+        async with outbox.transaction() as session:
+            await outbox.emit(session, "order.created", number)
+
+    with pytest.raises(DatabaseReplaced, match="another file now"):
+        async with asyncio.timeout(PATIENCE), outbox.running(listeners=[listener]):
+            await emit(1)
+            assert await seen.get() == 1
+            replace(file_of(database_url))
+            await asyncio.Event().wait()
+    assert isinstance(recorder.of(Failed)[0].error, DatabaseReplaced)
+    with pytest.raises(DatabaseReplaced):
+        await emit(2)  # nothing is written to the file that was opened
+    await outbox.close()
+    async with asyncio.timeout(PATIENCE), outbox.running(listeners=[listener]):
+        await emit(3)
+        assert await seen.get() == 3
+
+
+async def test_nothing_is_committed_to_a_file_that_was_replaced_meanwhile(outbox: Outbox, database_url: str) -> None:
+    await outbox.create_tables()
+    with pytest.raises(DatabaseReplaced):
+        async with outbox.transaction() as session:
+            await session.execute(text("SELECT 1"))
+            replace(file_of(database_url))
+    file_of(database_url).unlink()
+    with pytest.raises(DatabaseReplaced, match="gone"):
+        await outbox.backlog()
+    assert not file_of(database_url).exists()
