@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from datetime import timedelta
@@ -36,8 +37,10 @@ from sqlalchemy.types import TypeEngine
 from outbox.core.attempt import Attempt, Dead, Done, Outcome, Reason, Released, RetryIn
 from outbox.core.dead_letter import clean
 from outbox.core.durations import IMMEDIATELY
+from outbox.core.errors import DatabaseSilent
 from outbox.core.store import Lease, Rows, Suspected
 from outbox.stores.rows import EXPIRATION_PASSED, as_attempts, as_seconds, history_line
+from outbox.stores.weights import Weight
 
 if TYPE_CHECKING:
     from outbox.stores.sql import SqlStore
@@ -236,6 +239,7 @@ class SqlClaim:
         self,
         store: SqlStore,
         lease: timedelta,
+        weight: Weight,
         wanted: Mapping[str, Any] | None = None,
         suspected: Suspected = Suspected.ALL,
         isolated_at: int | None = None,
@@ -246,6 +250,8 @@ class SqlClaim:
         self._wanted = wanted  # none: it is given what it holds by whoever routes
         self._suspected = suspected
         self._lease = lease
+        self._weight = weight
+        self._began = time.monotonic()
         self._isolated_at = isolated_at
         self._token = token or store.new_token()
         self._apart = UUID(int=self._token.int ^ 1)  # what is not started yet bears this one
@@ -325,6 +331,9 @@ class SqlClaim:
         self.attempts += attempts
         self._held.update(attempt.id for attempt in attempts if not attempt.isolated)
         self._unstarted.update(attempt.id for attempt in attempts if attempt.isolated)
+        if attempts:
+            size = sum(len(attempt.message.body) for attempt in attempts)
+            self._weight.took(len(attempts), size, time.monotonic() - self._began)
         return dead
 
     def _take(self, connection: Connection) -> None:
@@ -435,6 +444,8 @@ class SqlClaim:
 
     async def give_up(self, destination: str, error: BaseException, *, unanswered: bool) -> None:
         """Give back what was leased before an error, whether the database could still tell what that was or not."""
+        if unanswered and isinstance(error, DatabaseSilent | TimeoutError):
+            self._weight.took_too_long()
         known = self._held or self._unstarted
         if known and (not unanswered or isinstance(error, asyncio.CancelledError)):
             await self.give_back()  # a cancellation waits for the answer

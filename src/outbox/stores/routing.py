@@ -62,7 +62,9 @@ class _Round:
 
     def __init__(self, store: SqlStore, wanted: Mapping[str, Wanted]) -> None:
         self.token = store.new_token()
-        self.claims = {queue: SqlClaim(store, each.lease, token=self.token) for queue, each in wanted.items()}
+        self.claims = {
+            queue: SqlClaim(store, each.lease, store.weights[queue], token=self.token) for queue, each in wanted.items()
+        }
         self.room = {queue: each.limit for queue, each in wanted.items()}
         self.all_routed = False
         self.unanswered = False  # whether a statement that leases was sent, and what it did is not known
@@ -142,6 +144,8 @@ class SqlRouting:
         due = {"wanted": NOT_ROUTED, "limit": limit, "suspected": True}
         if not await self._store.anything_due(due):
             return Routing()
+        weights = self._store.weights
+        wanted = {queue: Wanted(weights[queue].limit(each.limit), each.lease) for queue, each in wanted.items()}
         round = _Round(self._store, wanted)
         try:
             if (known := self._known(wanted)) is not None:

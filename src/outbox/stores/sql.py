@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from datetime import datetime, timedelta
@@ -79,6 +80,7 @@ from outbox.stores.sockets import cut_in_children
 from outbox.stores.spelling import Spelling
 from outbox.stores.tables import MESSAGE_COLUMNS, NOT_ROUTED, Tables
 from outbox.stores.wakeup import Wakeup
+from outbox.stores.weights import Weight
 
 Result = TypeVar("Result")
 
@@ -126,6 +128,7 @@ class SqlStore(Spelling):
         self.clean_up_after = clean_up_after
         self.dead_letters = SqlDeadLetters(self)
         self.settling = SettleStatements(self)
+        self.weights: defaultdict[str, Weight] = defaultdict(Weight)  # by destination
         self.routing = SqlRouting(self)
         self.receiving = SqlReceiving(self)
         self.lost_claims = LostClaims(self)
@@ -370,8 +373,13 @@ class SqlStore(Spelling):
         suspected: Suspected = Suspected.ALL,
         isolated_at: int | None = None,
     ) -> SqlClaim:
-        due = {"wanted": destination or NOT_ROUTED, "limit": limit, "suspected": suspected is not Suspected.NONE}
-        return SqlClaim(self, lease, due, suspected, isolated_at)
+        weight = self.weights[destination or NOT_ROUTED]
+        due = {
+            "wanted": destination or NOT_ROUTED,
+            "limit": weight.limit(limit),
+            "suspected": suspected is not Suspected.NONE,
+        }
+        return SqlClaim(self, lease, weight, due, suspected, isolated_at)
 
     def search(self, connection: Connection, statement: Any, parameters: Mapping[str, Any]) -> list[Row[Any]]:
         """Run a statement that is built on `due` and answers with `due_at` first."""

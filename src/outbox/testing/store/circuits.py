@@ -160,7 +160,8 @@ class CircuitCases(StoreCases):
 
 
 async def _refused_for(store: Store) -> timedelta | None:
-    return (await only(store)).refusing or None
+    refusing = (await only(store)).refusing
+    return refusing if refusing is not None and refusing > timedelta(seconds=0.3) else None
 
 
 async def _is_over(store: Store) -> bool:
