@@ -23,6 +23,7 @@ from .commands import Command
 from .strategies import Effects, Watch, emit
 
 ORDERS = 10
+SQLITE = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 ASYNCPG = pytest.mark.parametrize("database_url", ["postgresql+asyncpg"], indirect=True)
 
 
@@ -120,6 +121,7 @@ async def test_a_worker_that_serves_a_queue_of_another_service_says_so(make_outb
     assert watches[3].of(Advised) == []
 
 
+@SQLITE
 async def test_a_queue_that_is_released_belongs_to_the_next_service(
     make_outbox: MakeOutbox, command: Command, watch: Watch
 ) -> None:
@@ -165,6 +167,7 @@ async def test_a_worker_without_a_database_records_nothing(rabbitmq_url: str, wa
 async def publish(message: Message) -> None: ...
 
 
+@SQLITE
 async def test_another_address_of_the_same_transport_is_told_and_may_be_switched_to(
     make_outbox: MakeOutbox, command: Command
 ) -> None:
@@ -196,6 +199,7 @@ async def test_another_address_of_the_same_transport_is_told_and_may_be_switched
     assert await outboxes[3].store.owners() == {"": "https://other.example.com/events"}
 
 
+@SQLITE
 async def test_two_functions_are_told_apart_by_module_and_name(make_outbox: MakeOutbox) -> None:
     watches = [Watch(), Watch()]
 
@@ -209,6 +213,7 @@ async def test_two_functions_are_told_apart_by_module_and_name(make_outbox: Make
     assert f"{__name__}.publish elsewhere" in advised.advice
 
 
+@SQLITE
 async def test_doctor_finds_a_queue_of_another_service(make_outbox: MakeOutbox) -> None:
     outbox = make_outbox()
     async with outbox.running(listeners=[named("billing")]):
