@@ -39,6 +39,7 @@ class OwnEnd:
         self.refused: str | None = None  # what the listener tried: SQLAlchemy's objects may be of no use after it
         self._rolled_back = False  # by a flush that failed
         self._allowed = False
+        self._flushes = False  # since it was allowed, something was executed
         self._ended = False
         _of_session[session] = self
 
@@ -53,6 +54,11 @@ class OwnEnd:
         """From here on it is the worker who ends the transaction; too late if the listener did, or broke it."""
         self.check()
         self._allowed = True
+
+    def check_flush(self) -> None:
+        """The same once more, if a flush has executed anything since."""
+        if self._flushes:
+            self.check()
 
     def check(self) -> None:
         """Refuse a transaction of which COMMIT would not keep everything."""
@@ -107,6 +113,7 @@ class OwnEnd:
 
     def before_statement(self, statement: str) -> None:
         if self._allowed or self._ended:
+            self._flushes = True
             return
         ending = _ENDING.match(statement)
         if ending is not None:

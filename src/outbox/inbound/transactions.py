@@ -96,7 +96,7 @@ def _flush(session: Session, own_end: OwnEnd) -> None:
     """What the listener left to write, if all that it has written can be committed."""
     own_end.allow()
     session.flush()
-    own_end.check()
+    own_end.check_flush()
 
 
 def transact_in_thread(

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 from sqlalchemy import (
     URL,
@@ -102,6 +103,7 @@ class SqliteStore(SqlStore):
         super().__init__(tables, clean_up_after)
         self._given = engine
         self._loops = LoopLocal(_InLoop, _InLoop.close)
+        self._turns: WeakKeyDictionary[asyncio.AbstractEventLoop, Turns] = WeakKeyDictionary()
         self._own_file = OwnFile(None if engine is None else engine.url)
 
     async def _transact(self, work: Callable[[Connection], Result]) -> Result:
@@ -123,10 +125,18 @@ class SqliteStore(SqlStore):
         await self._loops.close()
 
     def turn(self, *, for_caller: bool = False) -> Turn:
-        return self._loops.here().turns.next
+        return self._turns_here().next
+
+    def _turns_here(self) -> Turns:
+        """Not closed with the store: a caller's transaction may still be open then, and hold the write lock."""
+        loop = asyncio.get_running_loop()
+        turns = self._turns.get(loop)
+        if turns is None:
+            turns = self._turns[loop] = Turns()
+        return turns
 
     async def _renew(self, work: Callable[[Connection], Result]) -> Result:
-        async with self._loops.here().turns.first:
+        async with self._turns_here().first:
             return await self._own().run(work, reading=False)
 
     async def anything_due(self, wanted: Mapping[str, Any]) -> bool:
@@ -273,7 +283,6 @@ class _InLoop:
     """What of a store belongs to one event loop."""
 
     def __init__(self) -> None:
-        self.turns = Turns()
         self.thread: _Thread | _MemoryThread | None = None
         self.pulse: asyncio.Task[None] | None = None
 
