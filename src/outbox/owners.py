@@ -59,9 +59,13 @@ class Owners:
 
     def _services(self, transport: Transport, listeners: Sequence[Listener]) -> dict[str, str]:
         """Whose each queue is, by the name under which it is shared with others."""
-        return {
-            _shared_name(transport, listener): self._settings.service or service_of(listener) for listener in listeners
-        }
+        services: dict[str, str] = {}
+        for listener in listeners:
+            service = self._settings.service or service_of(listener)
+            shared, brokers = _shared_name(transport, listener), _brokers_name(transport, listener)
+            # Stored first, the rows of two prefixes share one queue of the database, also within one service.
+            services[shared] = service if shared == brokers else f"{service}, for {brokers}"
+        return services
 
 
 def service_of(listener: Listener) -> str:
@@ -78,7 +82,11 @@ def service_of(listener: Listener) -> str:
 
 
 def _shared_name(transport: Transport, listener: Listener) -> str:
-    if isinstance(transport, DatabaseTransport) or listener.store_first or not isinstance(transport, Naming):
+    return listener.queue if listener.store_first else _brokers_name(transport, listener)
+
+
+def _brokers_name(transport: Transport, listener: Listener) -> str:
+    if isinstance(transport, DatabaseTransport) or not isinstance(transport, Naming):
         return listener.queue
     return transport.queue_name(listener.queue)
 

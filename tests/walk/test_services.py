@@ -154,6 +154,19 @@ async def test_with_a_prefix_it_is_the_brokers_queue_that_belongs_to_a_service(
     assert owners[""].startswith("amqp://") and "@" not in owners[""]
 
 
+@SQLITE
+async def test_stored_first_two_prefixes_share_a_queue_of_the_database_and_the_second_says_so(
+    make_outbox: MakeOutbox, watch: Watch, rabbitmq_url: str
+) -> None:
+    for prefix in ("billing.", "shipping."):
+        outbox = make_outbox(transport=rabbitmq_url, queue_prefix=prefix, observers=[watch])
+        async with outbox.running(listeners=[named("shop")], store_first=True):
+            pass
+    [advised] = watch.of(Advised)
+    assert advised.where == "the queue 'orders'"
+    assert "'shop, for billing.orders', and this one is 'shop, for shipping.orders'" in advised.advice
+
+
 async def test_a_worker_without_a_database_records_nothing(rabbitmq_url: str, watch: Watch) -> None:
     outbox = Outbox(transport=rabbitmq_url, observers=[watch])
     async with outbox.running(listeners=[named("billing")]):
