@@ -232,7 +232,6 @@ async def test_while_batches_are_full_two_are_under_way() -> None:
     batches.left += [0, 0]
     await batches.relay()
     assert batches.most_under_way == 2
-    assert batches.pauses == [0.05, 0.1]
 
 
 async def test_a_batch_that_is_not_full_is_followed_by_none() -> None:

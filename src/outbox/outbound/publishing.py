@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from datetime import timedelta
 
-from outbox.core.attempt import Attempt, Dead, Done, Outcome, Reason, Released, RetryIn
+from outbox.core.attempt import Attempt, Dead, Outcome, Reason, Released, RetryIn
 from outbox.core.cancellation import cancelled_from_outside
 from outbox.core.durations import NO_DELAY
 from outbox.core.errors import TransportUnavailable
@@ -22,8 +22,6 @@ from outbox.outbound.settling import Settling
 DEADLINE = 30.0  # seconds after which a publish that has not answered is in doubt
 
 LONGEST_RETRY_AFTER = timedelta(hours=1)  # whatever a destination asks for
-
-_DONE = Done()
 
 
 class Publisher:
@@ -119,22 +117,23 @@ class Publisher:
         return TransportUnavailable(f"{self._transport.name} confirmed nothing of {len(attempts)} messages{why}")
 
     def _settling(self, claim: Claim, breaker: Breaker | None = None, passage: Passage | None = None) -> Settling:
-        def judge(attempt: Attempt, refusal: Refusal | None) -> Outcome | None:
+        def took() -> None:
             if breaker is not None and passage is not None:
-                if refusal is None:
-                    breaker.took(passage)
-                elif refusal.unspecific and breaker.spares(passage, refusal.error):
-                    return None
-            return self._outcome(attempt, refusal)
+                breaker.took(passage)
+
+        def judge(attempt: Attempt, refusal: Refusal) -> Outcome | None:
+            if breaker is None or passage is None or not refusal.unspecific:
+                return self._outcome(attempt, refusal)
+            return None if breaker.spares(passage, refusal.error) else self._outcome(attempt, refusal)
 
         async def write(outcomes: Mapping[int, Outcome]) -> None:
             lost = await claim.settle(outcomes)
-            self._tell([attempt for attempt in claim.attempts if attempt.id in outcomes], outcomes, lost)
+            self._tell(claim.attempts, outcomes, lost)
             if breaker is not None and passage is not None and settling.answered:
                 with suppress(Exception):  # it is told again at the end
                     await breaker.answered(passage)
 
-        settling = Settling(claim, judge, write)
+        settling = Settling(claim, took, judge, write)
         return settling
 
     async def _publish(self, attempts: Sequence[Attempt], settling: Settling) -> Published:
@@ -167,9 +166,7 @@ class Publisher:
             self._answered_at = now()
         return published
 
-    def _outcome(self, attempt: Attempt, refusal: Refusal | None) -> Outcome:
-        if refusal is None:
-            return _DONE
+    def _outcome(self, attempt: Attempt, refusal: Refusal) -> Outcome:
         if refusal.permanent:
             return Dead(Reason.REFUSED, refusal.error)
         delay = self._retry_policy.delay(attempt.attempt_count, RefusedError(refusal.error))
@@ -183,8 +180,8 @@ class Publisher:
             if attempt.id in lost:
                 count = attempt.attempt_count + attempt.crash_count
                 self._observe(LeaseWasLost("terminal", attempt.id, self._destination, count))
-            elif not isinstance(outcomes[attempt.id], Released):
-                self._observe(Relayed(attempt, outcomes[attempt.id], self._destination))
+            elif not isinstance(outcome := outcomes.get(attempt.id), Released | None):
+                self._observe(Relayed(attempt, outcome, self._destination))
 
 
 class RefusedError(Exception):

@@ -1,4 +1,4 @@
-"""Rounds: a relay's batches under way. One claims at a time; one that waits for answers holds up no other."""
+"""Rounds: a relay's batches under way. One that waits for answers holds up no other."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Publishing(Protocol):
 class Rounds:
     """At most so many rounds at once, each in a task of its own, which gives back or settles what it claimed.
 
-    The next round begins when the last one has ended, has claimed a whole batch, or has waited long for answers. An
-    error of a round that goes on beside others is raised with the next round; one that began before an error that was
-    raised already is no news.
+    The next round begins when the last one has ended, has claimed a whole batch, or has waited long for answers. After
+    a whole batch all of them claim at once, until one finds less. An error of a round that goes on beside others is
+    raised with the next round; one that began before an error that was raised already is no news.
     """
 
     def __init__(self, work: Publishing, most: int = SIDE_BY_SIDE) -> None:
@@ -39,6 +39,7 @@ class Rounds:
         self._most = most
         self._open: dict[asyncio.Task[int], int] = {}  # with the number of errors that were raised before it began
         self._errors = 0
+        self._whole = False  # whether the last claim was a whole batch
         self._ended = asyncio.Event()
 
     async def __aenter__(self) -> Self:
@@ -77,14 +78,19 @@ class Rounds:
             self._end(ended)
         loop = asyncio.get_running_loop()
         passed: asyncio.Future[int] = loop.create_future()
+        claimed = 0
 
         def sending(count: int) -> None:
-            if count >= self._work.batch_size:
+            nonlocal claimed
+            claimed = count
+            self._whole = count >= self._work.batch_size
+            if self._whole:
                 _pass(passed, count)
             else:
                 loop.call_later(STUCK, _pass, passed, count)
 
         def ended_now(round: asyncio.Task[int]) -> None:
+            self._whole = self._whole and bool(claimed)
             if passed.done():
                 self._ended.set()
             _pass(passed, 0)
@@ -92,6 +98,8 @@ class Rounds:
         round = loop.create_task(self._work.round(sending), name="outbox round")
         self._open[round] = self._errors
         round.add_done_callback(ended_now)
+        if self._whole:
+            passed.set_result(self._work.batch_size)
         count = await passed
         return self._end(round) if round.done() else count
 

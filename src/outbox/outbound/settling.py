@@ -3,32 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
-from outbox.core.attempt import Attempt, Outcome
+from outbox.core.attempt import Attempt, Done, Outcome
 from outbox.core.store import Claim
 from outbox.core.transport import Published, Refusal
 
 SETTLE_WITHIN = 0.1  # seconds that an answer waits for others before it is written
 
-# What an answer means for an attempt; none: the message was confirmed. Without an outcome it is given back at the end.
-Judge = Callable[[Attempt, Refusal | None], Outcome | None]
+Judge = Callable[[Attempt, Refusal], Outcome | None]  # what a refusal means; none: it is given back at the end
 Write = Callable[[Mapping[int, Outcome]], Awaitable[None]]
+
+_DONE = Done()
 
 
 class Settling:
     """The end of a claim, in as many parts as its answers come in. What has no answer stays under its lease."""
 
-    def __init__(self, claim: Claim, judge: Judge, write: Write) -> None:
+    def __init__(self, claim: Claim, took: Callable[[], None], judge: Judge, write: Write) -> None:
+        self._took = took  # called when anything was confirmed
         self._judge = judge
         self._write = write
         self._loop = asyncio.get_running_loop()
-        self._waiting: dict[str, list[Attempt]] = {}  # by message id: a claim may hold copies of one
-        for attempt in claim.attempts:
-            self._waiting.setdefault(attempt.message.id, []).append(attempt)
+        self._waiting = {attempt.message.id: attempt for attempt in claim.attempts}
+        self._copies: dict[str, list[Attempt]] = {}  # of messages that a claim holds more than once
+        if len(self._waiting) < len(claim.attempts):
+            self._find_copies(claim.attempts)
         self._spared: list[Attempt] = []  # answered, and given back all the same
         self._unwritten: dict[int, Outcome] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -60,26 +63,39 @@ class Settling:
     async def finish(self, rest: Outcome) -> None:
         """No more answers will come: write what is left, and how it goes on for messages that got none."""
         await self._no_more_parts()
-        for attempts in (*self._waiting.values(), self._spared):
-            self._unwritten.update((attempt.id, rest) for attempt in attempts)
+        left = [each for id, attempt in self._waiting.items() for each in (attempt, *self._copies.get(id, ()))]
+        self._unwritten.update((attempt.id, rest) for attempt in (*left, *self._spared))
         self._waiting.clear()
         self._spared.clear()
         await self._write_unwritten()
 
     def _take(self, published: Published) -> None:
+        self.answered = self.answered or published.answered
+        waiting, unwritten, left = self._waiting, self._unwritten, len(self._waiting)
         for id in published.confirmed:
-            self._end(id, None)
+            attempt = waiting.pop(id, None)
+            if attempt is not None:
+                unwritten[attempt.id] = _DONE
+                unwritten.update((copy.id, _DONE) for copy in self._copies.get(id, ()))
+        if len(waiting) < left:
+            self._took()
         for id, refusal in published.refused.items():
-            self._end(id, refusal)
+            attempt = waiting.pop(id, None)
+            if attempt is not None:
+                self._refuse((attempt, *self._copies.get(id, ())), refusal)
 
-    def _end(self, id: str, refusal: Refusal | None) -> None:
-        self.answered = True
-        for attempt in self._waiting.pop(id, ()):
+    def _refuse(self, attempts: Sequence[Attempt], refusal: Refusal) -> None:
+        for attempt in attempts:
             outcome = self._judge(attempt, refusal)
             if outcome is None:
                 self._spared.append(attempt)
             else:
                 self._unwritten[attempt.id] = outcome
+
+    def _find_copies(self, attempts: Sequence[Attempt]) -> None:
+        for attempt in attempts:
+            if self._waiting[attempt.message.id] is not attempt:
+                self._copies.setdefault(attempt.message.id, []).append(attempt)
 
     def _write_soon(self) -> None:
         if self._unwritten and self._timer is None and self._writing is None:
