@@ -245,7 +245,7 @@ class Tray:
 
     async def send_to_trial(self, delivery: RabbitmqDelivery) -> RabbitmqDelivery | None:
         """Publish it anew, and wait for the copy."""
-        if not self._is_here(delivery):
+        if not self._is_here(delivery) or not self._suspects.send(delivery.key):
             return None
         delivery.is_settled = True
         headers: dict[str, object] = {CRASHES: delivery.attempt.crash_count, ON_TRIAL: True}
@@ -386,10 +386,10 @@ class Tray:
 
     def _lost(self) -> None:
         """The channel is gone, and with it every hold on what it delivered."""
-        for delivery in self._open.values():
+        lost, self._open = self._open, {}  # before any of them has its turn
+        for delivery in lost.values():
             self._suspects.forgive(delivery.envelope, delivery.key)
             self._suspects.end(delivery.key)
-        self._open.clear()
         for landing in self._acknowledgements.abandon():
             landing.set_result(False)
         for task, landing in self._tasks.items():

@@ -22,6 +22,7 @@ from outbox.transports.rabbitmq.properties import Envelope
 
 RESERVED_FOR = 0.5  # seconds in which a copy for trial may come to another process, or wait behind many others
 ARRIVES_WITHIN = 0.25  # seconds in which it comes to this one if it is ever to: nothing else runs meanwhile
+TAKEN_WITHIN = 2.0  # seconds in which a worker takes one whose turn it is, before another one has its turn, too
 MOST_FORGIVEN = 50_000  # messages whose return was no crash, remembered
 
 Key = tuple[str, str | None]  # a queue and a message id
@@ -42,6 +43,9 @@ class Suspects:
 
     def __init__(self) -> None:
         self._on_trial: Key | None = None
+        self._is_sent = False  # its copy is on its way, or here
+        self._is_here = False
+        self._advancing = False
         self._line: deque[tuple[Key, Callable[[], bool]]] = deque()
         self._reservation: asyncio.TimerHandle | None = None
         self._leaving = 0  # others on trial that came while one was, and are on their way back
@@ -82,10 +86,19 @@ class Suspects:
         self._next()
 
     def begin(self, key: Key) -> bool:
-        """Whether its trial may begin."""
+        """Whether the trial of a copy that has come may begin."""
         if self._on_trial not in (None, key):
             return False
         self._reserve(key)
+        self._is_sent = self._is_here = True
+        return True
+
+    def send(self, key: Key) -> bool:
+        """Whether its copy may be sent: not while another one's is under way. Whose turn it is may still wait."""
+        if self._is_sent and self._on_trial != key:
+            return False
+        self._reserve(key)
+        self._is_sent = True
         return True
 
     @contextmanager
@@ -99,7 +112,7 @@ class Suspects:
 
     def sent(self, key: Key) -> None:
         """The copy is at the broker, which may send it to another process."""
-        if self._on_trial == key and key in self._expected and not self._expected[key].done():
+        if self._on_trial == key and not self._is_here:
             self._reservation = asyncio.get_running_loop().call_later(RESERVED_FOR, self.end, key)
 
     def arrived(self, key: Key, delivery: AnyDelivery) -> bool:
@@ -140,17 +153,26 @@ class Suspects:
             await self._over.wait()
 
     def _next(self) -> None:
-        while self._on_trial is None and self._line:
-            key, turn = self._line.popleft()
-            self._reserve(key)
-            if not turn():
-                self._reserve(None)
+        if self._advancing:  # a turn that is over at once: the loop below goes on
+            return
+        self._advancing = True
+        try:
+            while self._on_trial is None and self._line:
+                key, turn = self._line.popleft()
+                self._reserve(key)
+                if not turn():
+                    self._reserve(None)
+                elif self._on_trial == key:
+                    self._reservation = asyncio.get_running_loop().call_later(TAKEN_WITHIN, self.end, key)
+        finally:
+            self._advancing = False
 
     def _reserve(self, key: Key | None) -> None:
         if self._reservation is not None:
             self._reservation.cancel()
             self._reservation = None
         self._on_trial = key
+        self._is_sent = self._is_here = False
 
 
 def _suspicious(listener: Listener) -> int:

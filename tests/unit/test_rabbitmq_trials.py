@@ -1,0 +1,166 @@
+"""Suspects of one channel: whatever becomes of a trial, the next one is tried."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+import pytest
+from pamqp import commands
+
+from outbox.core.listener import Listener
+from outbox.transports.rabbitmq import suspects as suspects_module
+from outbox.transports.rabbitmq.channels import Incoming
+from outbox.transports.rabbitmq.consuming import RabbitmqDeliveries, Tray
+from outbox.transports.rabbitmq.suspects import Suspects
+
+LONG = 10.0  # seconds that no test waits
+
+
+class Channel:
+    """Hears everything and says nothing."""
+
+    def __init__(self) -> None:
+        self.ended: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+
+    def settle(self, acks: object, nacks: object) -> None:
+        """Taken."""
+
+    async def heard(self) -> None:
+        """At once."""
+
+    async def cancel(self) -> None:
+        """At once, too."""
+
+    async def close(self) -> None:
+        self.ended.set_result(None)
+
+
+class Courier:
+    """Confirms when it is told to."""
+
+    def __init__(self) -> None:
+        self.confirms = asyncio.Event()
+        self.confirms.set()
+
+    async def back(self, parcel: object, delay: object) -> bool:
+        await self.confirms.wait()
+        return True
+
+    async def back_at_once(self, parcel: object) -> bool:
+        return True
+
+
+class Consumer:
+    """The deliveries of one queue, by channels that exist nowhere."""
+
+    def __init__(self) -> None:
+        self.suspects = Suspects()
+        self.courier = Courier()
+        self._tags: dict[Tray, int] = {}
+        self.deliveries = RabbitmqDeliveries(
+            Listener("#", print, queue="queue", concurrency=1000),
+            "queue",
+            2000,
+            link=cast(Any, None),
+            courier=cast(Any, self.courier),
+            suspects=self.suspects,
+            declare=cast(Any, None),
+            observe=lambda event: None,
+            trays=set(),
+        )
+
+    def channel(self) -> tuple[Channel, Tray]:
+        channel = Channel()
+        tray = self.deliveries._tray = Tray(cast(Any, channel), self.deliveries)
+        return channel, tray
+
+    def delivered(self, tray: Tray, id: str, **headers: object) -> None:
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        self._tags[tray] = tag = self._tags.get(tray, 0) + 1
+        properties = commands.Basic.Properties(message_id=id, headers=cast(Any, named)).marshal()
+        tray.take(Incoming(tag, True, "", "key", "consumer", properties, b""))
+
+    def taken(self) -> str | None:
+        delivery = self.deliveries.take()
+        return None if delivery is None else delivery.attempt.message.id
+
+
+async def test_a_channel_that_is_lost_during_a_trial_keeps_no_suspect_from_its_own() -> None:
+    consumer = Consumer()
+    channel, tray = consumer.channel()
+    for id in ("first", "second"):
+        consumer.delivered(tray, id, x_delivery_count=2)
+    first = consumer.deliveries.take()
+    assert first is not None
+    starting = asyncio.create_task(first.start())
+    await asyncio.sleep(0.01)
+    consumer.delivered(tray, "first", outbox_crashes=2, outbox_on_trial=True)
+    assert await asyncio.wait_for(starting, LONG) is not None
+    channel.ended.set_result(None)
+    await asyncio.sleep(0)
+    _, tray = consumer.channel()
+    consumer.delivered(tray, "third", x_delivery_count=2)
+    assert consumer.taken() == "third"
+
+
+async def test_a_copy_that_is_confirmed_late_and_goes_elsewhere_keeps_no_suspect_from_its_trial(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(suspects_module, "RESERVED_FOR", 0.05)
+    consumer = Consumer()
+    _, tray = consumer.channel()
+    for id in ("first", "second"):
+        consumer.delivered(tray, id, x_delivery_count=2)
+    first = consumer.deliveries.take()
+    assert first is not None
+    consumer.courier.confirms.clear()
+    assert await first.start() is None  # no copy came in time
+    consumer.courier.confirms.set()
+    await asyncio.sleep(0.2)
+    assert consumer.taken() == "second"
+
+
+async def test_a_copy_that_comes_before_it_is_confirmed_keeps_its_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suspects_module, "RESERVED_FOR", 0.05)
+    consumer = Consumer()
+    _, tray = consumer.channel()
+    for id in ("first", "second"):
+        consumer.delivered(tray, id, x_delivery_count=2)
+    first = consumer.deliveries.take()
+    assert first is not None
+    consumer.courier.confirms.clear()
+    starting = asyncio.create_task(first.start())
+    await asyncio.sleep(0.01)
+    consumer.delivered(tray, "first", outbox_crashes=2, outbox_on_trial=True)
+    assert await asyncio.wait_for(starting, LONG) is not None
+    consumer.courier.confirms.set()
+    await asyncio.sleep(0.2)
+    assert consumer.taken() is None
+
+
+async def test_any_number_of_suspects_is_given_back_at_the_end() -> None:
+    consumer = Consumer()
+    _, tray = consumer.channel()
+    for number in range(500):
+        consumer.delivered(tray, str(number), x_delivery_count=2)
+    await asyncio.wait_for(consumer.deliveries.aclose(), LONG)
+    await asyncio.sleep(0.1)
+    assert tray.idle
+
+
+async def test_a_suspect_that_no_worker_takes_keeps_no_other_from_its_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suspects_module, "TAKEN_WITHIN", 0.05)
+    consumer = Consumer()
+    _, tray = consumer.channel()
+    for id in ("first", "second"):
+        consumer.delivered(tray, id, x_delivery_count=2)
+    await asyncio.sleep(0.08)
+    first, second = consumer.deliveries.take(), consumer.deliveries.take()
+    assert first is not None
+    assert second is not None
+    starting = asyncio.create_task(first.start())  # it is the second one's turn, but that one waits
+    await asyncio.sleep(0.01)
+    assert await second.start() is None  # not while a copy of another one is under way
+    consumer.delivered(tray, "first", outbox_crashes=2, outbox_on_trial=True)
+    assert await asyncio.wait_for(starting, LONG) is not None
