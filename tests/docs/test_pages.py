@@ -60,7 +60,7 @@ def test_every_page_of_the_docs_opens_with_what_it_answers() -> None:
 def test_every_decision_has_a_context_a_decision_and_a_consequence() -> None:
     decisions = [page for page in PAGES.values() if page.name.startswith("docs/decisions/")]
     numbers = [int(Path(page.name).name[:4]) for page in decisions]
-    assert len(set(numbers)) == len(numbers)
+    assert numbers == list(range(1, len(decisions) + 1))
     for page in decisions:
         headings = re.findall(r"^## (.+)$", page.text, re.MULTILINE)
         assert headings == ["Context", "Decision", "Consequence"], page.name

@@ -8,11 +8,11 @@ import pytest
 
 from outbox.core.errors import TransportClosed
 from outbox.core.events import Event, Troubled
+from outbox.core.finish import finish
 from outbox.outbound import relay as relay_module
 from outbox.outbound import rounds as side_by_side
 from outbox.outbound.relay import Relay, unless
 from outbox.outbound.rounds import Sending
-from outbox.stores.finish import finish
 
 LONG = 30.0  # seconds that no test sleeps
 

@@ -226,6 +226,19 @@ async def settle(stage: Stage) -> None:
         await claim.settle({ids["first"]: Done(), ids["second"]: RetryIn(HOUR, "not now")})
 
 
+@case("Claim.start", warm=True)
+async def start(stage: Stage) -> None:
+    async with stage.store.claim(10, lease=LEASE, destination="q", isolated_at=0) as claim:
+        for attempt in claim.attempts:
+            assert await claim.start(attempt)
+
+
+@case("Claim.renew_once", warm=True)
+async def renew_once(stage: Stage) -> None:
+    async with stage.store.claim(10, lease=LEASE, destination="q") as claim:
+        await claim.renew_once([attempt.id for attempt in claim.attempts], 2 * LEASE)
+
+
 @case("Store.wait", warm=True)
 async def wait(stage: Stage) -> None:
     await stage.store.wait(0.3, destination="empty")

@@ -97,6 +97,31 @@ async def test_of_copies_that_are_handled_at_once_one_commits_and_the_others_ski
     assert await written(maker, effects) == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("database_url", ["postgresql+asyncpg"], indirect=True)
+async def test_a_copy_that_waits_for_another_for_longer_than_its_timeout_uses_up_no_attempt(
+    make_outbox: MakeOutbox, effects: Table, recorder: Recorder
+) -> None:
+    outbox = make_outbox(transport="memory://", observers=[recorder])
+    await make_table(outbox, effects)
+
+    @listen("#", queue="q", timeout=timedelta(seconds=0.3), retry_delays=())
+    async def listener(number: int, session: AsyncSession) -> None:
+        await session.execute(insert(effects).values(n=number))
+
+    message = order(1)
+    async with outbox.running(listeners=[listener]):
+        async with outbox.transaction() as session:  # another worker's, which rolls back in the end
+            connection = await session.connection()
+            await connection.run_sync(lambda plain: outbox.store.write(plain, *outbox.store.remember("q", message.id)))
+            await outbox.transport.publish([message])
+            [released] = await recorder.wait_for(Handled, 1)
+            await session.rollback()
+        ended = await recorder.wait_for(Handled, 2)
+    assert (released.outcome, ended[-1].outcome) == (Released(), Done())
+    assert ended[-1].attempt.attempt_count == 1
+    assert await written(outbox, effects) == [1]
+
+
 # COMMIT without an answer.
 
 

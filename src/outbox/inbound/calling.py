@@ -16,6 +16,7 @@ from sqlalchemy.orm import Session
 
 from outbox.core.callables import not_run
 from outbox.core.errors import ConfigurationError
+from outbox.core.finish import finish
 from outbox.core.listener import Listener
 from outbox.core.message import Message
 from outbox.core.store import Store
@@ -108,14 +109,16 @@ class Call:
         terms = Terms(self._listener.queue, sessions.store, None, options)
         found = False
         with suppress(Exception):
-            async with asyncio.timeout(CONNECTED_WITHIN), sessions.turn():
-                if self.arguments.is_async:
-                    found = await is_autocommit(sessions.asynchronous(None), terms)
-                else:
-                    look = partial(is_autocommit_in_thread, sessions.synchronous(None), terms)
-                    found = await asyncio.get_running_loop().run_in_executor(self._executor, look)
+            found = await finish(self._is_autocommit(sessions, terms), CONNECTED_WITHIN)
         if found:
             raise ConfigurationError(AUTOCOMMIT.format(queue=self._listener.queue))
+
+    async def _is_autocommit(self, sessions: Sessions, terms: Terms) -> bool:
+        async with sessions.turn():
+            if self.arguments.is_async:
+                return await is_autocommit(sessions.asynchronous(None), terms)
+            look = partial(is_autocommit_in_thread, sessions.synchronous(None), terms)
+            return await asyncio.get_running_loop().run_in_executor(self._executor, look)
 
     async def __call__(self, delivery: Delivery) -> None:
         """Run to the end, or raise what went wrong. With a session, returning means committed."""

@@ -45,11 +45,12 @@ async def transact(
 ) -> None:
     """Run the body inside `around`, which speaks to the plain connection; returning means committed."""
     own_end = OwnEnd(session.sync_session, terms.store)
-    is_closed = False
+    has_begun = is_closed = False
     try:
         try:
             async with asyncio.timeout(None) as limit:
                 connection, entered = await session.run_sync(_begin, own_end, around, terms, limit)
+                has_begun = True
                 with noticing_loss(connection, lambda: limit.expired() or own_end.refused is not None):
                     await body(session)
                     await session.run_sync(_end, own_end, entered, limit)
@@ -57,8 +58,10 @@ async def transact(
         except Exception:
             await session.run_sync(lambda _: own_end.check_ended())
             raise
-    except (asyncio.CancelledError, TimeoutError):
+    except (asyncio.CancelledError, TimeoutError) as error:
         await asyncio.shield(session.run_sync(_cut, own_end))
+        if isinstance(error, TimeoutError) and not has_begun:  # its time was over before it was called
+            raise NotStarted(f"no inbox for {terms.queue}") from error
         raise
     finally:
         own_end.end()

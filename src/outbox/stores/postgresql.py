@@ -45,12 +45,12 @@ from sqlalchemy.types import TypeEngine
 from outbox.core.diagnosis import Finding
 from outbox.core.durations import Retention
 from outbox.core.errors import ConfigurationError, TransactionError
+from outbox.core.finish import finish
 from outbox.core.loops import LoopLocal
 from outbox.core.store import Difference, Rows, Suspected
 from outbox.core.transaction_state import TransactionState
 from outbox.stores import postgresql_examination, postgresql_receiving, postgresql_state
 from outbox.stores.claims import BURIAL
-from outbox.stores.finish import finish
 from outbox.stores.heads import Head
 from outbox.stores.notify import Notifier
 from outbox.stores.places import Places

@@ -47,6 +47,7 @@ from outbox.core.binding import Binding
 from outbox.core.diagnosis import Claimable, Examination, Finding
 from outbox.core.durations import Retention
 from outbox.core.errors import TablesMissing, TransactionError, causes
+from outbox.core.finish import finish
 from outbox.core.message import Message, Schedule
 from outbox.core.store import (
     TRANSPORT,
@@ -69,7 +70,6 @@ from outbox.stores.claims import BURIAL, SettleStatements, SqlClaim, executed
 from outbox.stores.dead_letters import SqlDeadLetters
 from outbox.stores.entering import SqlEntering
 from outbox.stores.failures import failure_in, nothing_is_kept
-from outbox.stores.finish import finish
 from outbox.stores.heads import BEGINNING
 from outbox.stores.idle import ask_the_doubtful
 from outbox.stores.lost_claims import LostClaims
