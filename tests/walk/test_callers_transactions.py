@@ -137,6 +137,21 @@ async def test_the_applications_own_sessions_and_connections_are_told_too(
 # SQLite.
 
 
+@POSTGRESQL
+async def test_a_connection_whose_commit_was_refused_can_be_used_again(
+    outbox: Outbox, effects: Effects, engine: AsyncEngine
+) -> None:
+    async with engine.connect() as connection:
+        with pytest.raises(TransactionError, match="begin_nested"):
+            async with connection.begin():
+                await outbox.emit(connection, "order.created", 1)
+                with pytest.raises(DBAPIError):
+                    await connection.execute(text("SELECT nothing FROM nowhere"))
+        async with connection.begin():
+            await outbox.emit(connection, "order.created", 2)
+    assert [stored.message.body for stored in await outbox.messages()] == [b"2"]
+
+
 @pytest.fixture
 async def rolls_back(outbox: Outbox, effects: Effects) -> str:
     """A statement at which SQLite rolls the whole transaction back by itself, as it does when the disk is full."""

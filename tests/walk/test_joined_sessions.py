@@ -6,13 +6,18 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import create_engine, make_url, text
 from sqlalchemy.exc import IntegrityError
-from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
+from sqlalchemy.orm import Session, sessionmaker
 
-from outbox import Outbox
+from outbox import Outbox, listen
+from outbox.adapters import sync_url
+from outbox.core.events import Handled
 from outbox.sqlite import prepare
 from tests.conftest import MakeOutbox
+
+from .strategies import Watch
 
 MODES = ("conditional_savepoint", "create_savepoint", "rollback_only")
 
@@ -174,3 +179,34 @@ async def test_on_a_connection_others_are_told_after_its_commit_and_not_before(
         monkeypatch.undo()
     assert told == ["commit", "announced"]
     assert len(await outbox.messages()) == 1
+
+
+@on_postgresql
+async def test_a_connection_that_listeners_sessions_were_given_stays_open(
+    make_outbox: MakeOutbox, outbox: Outbox, engine: AsyncEngine, database_url: str
+) -> None:
+    watch = Watch()
+    plain_engine = create_engine(sync_url(make_url(database_url)))
+    async with engine.connect() as connection, connection.begin():
+        with plain_engine.connect() as plain, plain.begin():
+            joined = async_sessionmaker(connection, join_transaction_mode="create_savepoint")
+            plainly_joined = sessionmaker(plain, join_transaction_mode="create_savepoint")
+
+            async def fails(body: int, session: AsyncSession) -> None:
+                raise ValueError
+
+            def in_thread(body: int, session: Session) -> None:
+                session.execute(text("SELECT 1"))
+
+            listeners = [
+                listen("#", queue="loop", session_factory=joined, retry_delays=())(fails),
+                listen("#", queue="thread", session_factory=plainly_joined)(in_thread),
+            ]
+            working = make_outbox(observers=[watch])
+            async with working.transaction() as session:
+                await working.emit(session, "order.placed", 1)
+            async with working.running(relay=True, listeners=listeners):
+                await watch.wait_for(Handled, 2)
+            assert not connection.closed and not plain.closed
+            assert await connection.scalar(text("SELECT 1")) == plain.scalar(text("SELECT 1")) == 1
+    plain_engine.dispose()

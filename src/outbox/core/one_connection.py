@@ -21,6 +21,15 @@ def connections_of(transaction: SessionTransaction) -> set[Connection]:
     return {connection for connection, *_ in transaction._connections.values()}
 
 
+def is_joined(session: Session | None, connection: Connection) -> bool:
+    """Whether a session was given the connection, as by most fixtures for tests, instead of having connected itself."""
+    transaction = None if session is None else session.get_transaction()
+    if transaction is None or connection not in transaction._connections:
+        return False
+    *_, closes_it = transaction._connections[connection]
+    return not closes_it
+
+
 def tied(session: Session, connection: Connection) -> Connection:
     """The connection of a session's transaction, which from here on is its only one."""
     transaction = session.get_transaction()
@@ -37,7 +46,18 @@ def _after_begin(session: Session, transaction: SessionTransaction, connection: 
         return
     root = session.get_transaction()
     if root is not None and _tied.get(root, connection) is not connection:
+        _let_go(transaction, connection)
         raise _refusal()
+
+
+def _let_go(transaction: SessionTransaction, connection: Connection) -> None:
+    """SQLAlchemy has taken note of it before it tells: if the refusal is caught, the next statement would find it."""
+    _, begun, is_sessions_own, closes_it = transaction._connections.pop(connection)
+    transaction._connections.pop(connection.engine, None)
+    if is_sessions_own:
+        begun.close()
+    if closes_it:
+        connection.close()
 
 
 def _refusal() -> TransactionError:

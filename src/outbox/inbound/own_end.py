@@ -10,12 +10,13 @@ from sqlalchemy import Connection, Engine, event
 from sqlalchemy.orm import Session
 
 from outbox.core.errors import Reject, TransactionError
+from outbox.core.one_connection import is_joined
 from outbox.core.store import Store
 from outbox.core.transaction_state import TransactionState
 
 # The first word of a statement decides: what follows in one text is seen when the driver's state is read.
 _ENDING = re.compile(
-    r"(?:\s|;|--[^\n]*\n|/\*.*?\*/)*"
+    r"(?:\s|;|--[^\n]*\n|/\*(?>.*?\*/))*+"  # never tried in another way: there may be many comments
     r"(?:(COMMIT|END|ABORT|BEGIN|START\s+TRANSACTION|PREPARE\s+TRANSACTION)\b"
     r"|(ROLLBACK)\b(?!\s+(?:(?:WORK|TRANSACTION)\s+)?TO\b))",
     re.IGNORECASE | re.DOTALL,
@@ -33,6 +34,7 @@ class OwnEnd:
         self._session = ref(session)
         self._store = store
         self.connection: Connection | None = None
+        self.is_joined = False  # the session was given the connection, and whoever gave it goes on with it
         self._was_open = False  # the driver has said so
         self._queries = 0  # that the driver had sent when SQLAlchemy's last statement was over
         self._driver_was_used = False  # by the listener itself: SQLAlchemy has not heard of what failed there
@@ -46,6 +48,7 @@ class OwnEnd:
     def begun(self, connection: Connection) -> None:
         """From here on the connection is watched."""
         self.connection = connection
+        self.is_joined = is_joined(self._session(), connection)
         self._queries = self._store.queries_on(connection)
         _of_connection[connection] = self
         _watch(connection.engine)
@@ -115,9 +118,8 @@ class OwnEnd:
         if self._allowed or self._ended:
             self._flushes = True
             return
-        ending = _ENDING.match(statement)
-        if ending is not None:
-            raise TransactionError(_refusal(f"executed {(ending[1] or ending[2]).upper()}"))
+        if (word := ends_a_transaction(statement)) is not None:
+            raise TransactionError(_refusal(f"executed {word}"))
         self.check_ended()
         if self.connection is not None:
             self._notice_driver(self.connection)
@@ -138,6 +140,12 @@ class OwnEnd:
         if connection.closed or connection.invalidated:
             return
         self._driver_was_used = self._driver_was_used or self._store.queries_on(connection) != self._queries
+
+
+def ends_a_transaction(statement: str) -> str | None:
+    """The word by which a statement would end a transaction, or begin one."""
+    found = _ENDING.match(statement)
+    return None if found is None else (found[1] or found[2]).upper()
 
 
 def _refusal(what: str) -> str:

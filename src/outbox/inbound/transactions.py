@@ -164,7 +164,7 @@ def _close(session: Session, own_end: OwnEnd) -> None:
     if own_end.refused is not None and connection is not None and not connection.closed and not connection.invalidated:
         connection.connection.rollback()
     session.close()
-    if connection is not None:
+    if connection is not None and not own_end.is_joined:
         connection.close()
 
 

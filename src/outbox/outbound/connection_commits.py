@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any, cast
 from weakref import WeakKeyDictionary, ref
 
@@ -81,6 +82,8 @@ def _telling(connection: ref[Connection], commit: Any) -> Any:
         commits = _known[own]
         error = None if commits.aborted is None else commits.aborted(own)
         if error is not None:
+            with suppress(Exception):  # SQLAlchemy takes it for ended, and sends nothing more
+                own._rollback_impl()
             raise error
         commit(own, *arguments)
         commits.committed()

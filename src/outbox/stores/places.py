@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
-from sqlalchemy import ColumnElement, Connection, String, column, func, literal, select, table
+from sqlalchemy import BigInteger, ColumnElement, Connection, String, cast, column, func, literal, select, table
 from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.pool import Pool
 from sqlalchemy.util import await_only
@@ -67,7 +67,8 @@ def find(connection: Connection, tables: Tables, schema: str | None = None) -> F
         _CLASSES.c.relname.in_(names), _CLASSES.c.relnamespace == namespace, func.age(_CLASSES.c.xmin) > 0
     )
     unchanged = select(_SETTINGS.c.setting == _SETTINGS.c.reset_val).where(_SETTINGS.c.name == "search_path")
-    since = func.date_part("epoch", func.pg_postmaster_start_time())
+    # In whole microseconds: how a fraction is written depends on a setting of the connection.
+    since = cast(func.date_part("epoch", func.pg_postmaster_start_time()) * 1_000_000, BigInteger)
     database = func.concat(func.current_database(), " ", since)
     row = connection.execute(select(database, where, unchanged.scalar_subquery(), present.scalar_subquery())).one()
     return Found(Place(row[0], row[1]), bool(row[2]), row[3] == len(names))

@@ -52,7 +52,10 @@ def _executing(cursor: object, statement: str, parameters: object, context: Any)
     transaction = None if context is None else context.root_connection.get_transaction()
     if transaction is None:
         return
-    is_open = _was_open[transaction] = context.root_connection.connection.driver_connection.in_transaction
+    driver = context.root_connection.connection.driver_connection
+    if not hasattr(driver, "in_transaction"):  # another dialect that is made from SQLite's, and no store is for it
+        return
+    is_open = _was_open[transaction] = driver.in_transaction
     if not is_open and statement.startswith("SAVEPOINT"):
         _savepoint_first.add(transaction)
 
