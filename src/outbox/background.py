@@ -14,7 +14,7 @@ from outbox.shutdown import Shutdown
 async def in_background(work: Callable[[Shutdown, asyncio.Event], Coroutine[Any, Any, Any]]) -> AsyncIterator[None]:
     """Work until the block ends. Work that fails before that cancels the block, which then raises what it failed of.
 
-    That is what `asyncio.TaskGroup` does: otherwise the block would go on, and learn of it when nobody asks any more.
+    That is what `asyncio.TaskGroup` does: otherwise the block would go on, and learn of it only when it ends.
     """
     shutdown, ready = Shutdown(), asyncio.Event()
     owner = asyncio.current_task()
@@ -35,7 +35,7 @@ async def in_background(work: Callable[[Shutdown, asyncio.Event], Coroutine[Any,
         inside = True
         yield
     except asyncio.CancelledError:
-        if not cancelled or owner is None or owner.cancelling() > 1:  # somebody else wants it, too
+        if not cancelled or owner is None or owner.cancelling() > 1:  # another caller has cancelled it, too
             raise
     finally:
         inside = False

@@ -596,7 +596,7 @@ class Outbox:
         return await self.store.check_tables()
 
     async def close(self) -> None:
-        """Let go of this event loop's connections; whoever goes on gets new ones. Given engines stay as they are."""
+        """Let go of this event loop's connections; the next use makes new ones. Given engines stay as they are."""
         for store in self._stores.values():
             await store.close()
         if "engines" in self.__dict__:

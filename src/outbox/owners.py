@@ -18,7 +18,7 @@ from outbox.transports.database import DatabaseTransport
 
 
 class Owners:
-    """Whoever comes first is recorded in the database. It forbids nothing: a change may well be meant."""
+    """The first service of a queue is recorded in the database. It forbids nothing: a change may well be meant."""
 
     def __init__(self, store: Store, settings: Settings, observe: Observer) -> None:
         self._store = store

@@ -391,7 +391,7 @@ async def test_an_awaitable_that_a_listener_hands_back_is_awaited_or_refused() -
         return Awaitable(ran)
 
     _, [letter] = await one_outcome(plain)
-    assert "an awaitable that nobody runs" in letter.error and not ran.is_set()
+    assert "an awaitable that nothing awaits" in letter.error and not ran.is_set()
     _, letters = await one_outcome(in_loop)
     assert ran.is_set() and not letters
 
@@ -401,4 +401,4 @@ async def test_a_generator_that_a_listener_hands_back_is_not_taken_for_handled()
         yield
 
     _, [letter] = await one_outcome(lambda order: work(order))
-    assert "a generator that nobody runs" in letter.error
+    assert "a generator that nothing awaits" in letter.error

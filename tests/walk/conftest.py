@@ -13,6 +13,7 @@ from outbox import Listener, Message, Outbox
 
 from .commands import APPLICATION, Command
 from .shops import Shop
+from .strategies import Effects, Watch
 
 Arrivals = asyncio.Queue[tuple[Any, Message]]
 
@@ -76,3 +77,17 @@ async def shop(tmp_path: Path, outbox: Outbox, database_url: str, table_name: st
         yield shop
     finally:
         shop.kill()
+
+
+@pytest.fixture
+def watch() -> Watch:
+    """What observers were told."""
+    return Watch()
+
+
+@pytest.fixture
+async def effects(outbox: Outbox, table_name: str) -> Effects:
+    """A table that listeners write to."""
+    effects = Effects(outbox, table_name)
+    await effects.create()
+    return effects

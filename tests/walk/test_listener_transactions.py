@@ -39,18 +39,6 @@ def on(*ways: tuple[str, str | None]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("database_url", "transport"), ways, indirect=True, ids=names)
 
 
-@pytest.fixture
-def watch() -> Watch:
-    return Watch()
-
-
-@pytest.fixture
-async def effects(outbox: Outbox, table_name: str) -> Effects:
-    effects = Effects(outbox, table_name)
-    await effects.create()
-    return effects
-
-
 async def ends(outbox: Outbox, watch: Watch, listeners: list[Listener], count: int) -> dict[str, list[Any]]:
     """How the attempts of one message ended, queue by queue."""
     await emit(outbox, 1)

@@ -11,7 +11,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session
 
-from outbox import Listener, Outbox, listen
+from outbox import Listener, listen
 from outbox.core.attempt import Dead, Done, Released
 from outbox.core.events import Handled, Troubled
 from outbox.core.strategy import FailedAttempt
@@ -24,18 +24,6 @@ from .strategies import Effects, Watch, emit
 ASYNCPG = pytest.mark.parametrize("database_url", ["postgresql+asyncpg"], indirect=True)
 
 OF_THE_BACKEND = text("SELECT pg_backend_pid()")
-
-
-@pytest.fixture
-def watch() -> Watch:
-    return Watch()
-
-
-@pytest.fixture
-async def effects(outbox: Outbox, table_name: str) -> Effects:
-    effects = Effects(outbox, table_name)
-    await effects.create()
-    return effects
 
 
 class Server:

@@ -28,18 +28,6 @@ def transport(request: pytest.FixtureRequest) -> str | None:
     return named
 
 
-@pytest.fixture
-def watch() -> Watch:
-    return Watch()
-
-
-@pytest.fixture
-async def effects(outbox: Outbox, table_name: str) -> Effects:
-    effects = Effects(outbox, table_name)
-    await effects.create()
-    return effects
-
-
 async def test_it_is_told_everything_after_the_failed_work_was_rolled_back(
     make_outbox: MakeOutbox, watch: Watch, effects: Effects, transport: str | None
 ) -> None:

@@ -43,7 +43,7 @@ async def refused(outbox: Outbox, count: int = 40) -> Process:
     return relay
 
 
-async def test_after_ten_refusals_in_a_row_nothing_more_dies_and_nobody_asks(outbox: Outbox) -> None:
+async def test_after_ten_refusals_in_a_row_nothing_more_dies_and_no_relay_asks(outbox: Outbox) -> None:
     relay = await refused(outbox)
     assert [await relay.round() for _ in range(3)] == [0, 0, 0]
     assert relay.sink.sizes == [BATCH, BATCH]

@@ -27,18 +27,6 @@ SQLITE = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 ASYNCPG = pytest.mark.parametrize("database_url", ["postgresql+asyncpg"], indirect=True)
 
 
-@pytest.fixture
-def watch() -> Watch:
-    return Watch()
-
-
-@pytest.fixture
-async def effects(outbox: Outbox, table_name: str) -> Effects:
-    effects = Effects(outbox, table_name)
-    await effects.create()
-    return effects
-
-
 def writing(effects: Effects, service: str, batch: int | None = None) -> Listener:
     """What each service calls `on_order`."""
 

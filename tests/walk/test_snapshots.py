@@ -14,7 +14,7 @@ from sqlalchemy import event, select, text
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
 from sqlalchemy.orm import Session
 
-from outbox import Listener, Outbox
+from outbox import Listener
 from outbox.core.attempt import Dead, Done
 from outbox.core.events import Conflicted, LeaseWasLost
 from tests.conftest import MakeOutbox
@@ -26,18 +26,6 @@ ASYNCPG = pytest.mark.parametrize("database_url", ["postgresql+asyncpg"], indire
 LEASE = 1.5  # seconds: it is renewed at a third
 LONG = 0.7  # seconds that a listener takes: the lease would be renewed meanwhile, and has not run out
 LIMIT = 20.0
-
-
-@pytest.fixture
-def watch() -> Watch:
-    return Watch()
-
-
-@pytest.fixture
-async def effects(outbox: Outbox, table_name: str) -> Effects:
-    effects = Effects(outbox, table_name)
-    await effects.create()
-    return effects
 
 
 class Long:

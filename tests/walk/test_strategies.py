@@ -33,18 +33,6 @@ def transport(request: pytest.FixtureRequest) -> str | None:
     return named
 
 
-@pytest.fixture
-def watch() -> Watch:
-    return Watch()
-
-
-@pytest.fixture
-async def effects(outbox: Outbox, table_name: str) -> Effects:
-    effects = Effects(outbox, table_name)
-    await effects.create()
-    return effects
-
-
 def on_server(url: str, statement: str) -> list[tuple[object, ...]]:
     plain = make_url(url).set(drivername="postgresql").render_as_string(hide_password=False)
     with psycopg.connect(plain, autocommit=True) as connection:

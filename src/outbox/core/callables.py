@@ -29,7 +29,7 @@ def makes_context_manager(function: Callable[..., Any]) -> bool:
 
 
 def not_run(returned: object) -> str | None:
-    """What a function handed back that somebody else has to run; None if it was run."""
+    """An awaitable or generator that a function returned and its caller has to run; None if it was run."""
     if inspect.isawaitable(returned):
         return "an awaitable"
     if inspect.isgenerator(returned) or inspect.isasyncgen(returned):

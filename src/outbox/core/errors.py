@@ -164,7 +164,7 @@ class ClosedForGood(OutboxError):
 
 
 class DatabaseReplaced(ClosedForGood):
-    """Another SQLite file, or none, is where the database was: what is written to the old one is seen by nobody."""
+    """Another SQLite file, or none, is where the database was: what is written to the old one is lost."""
 
 
 class TransportClosed(ClosedForGood):

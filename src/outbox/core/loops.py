@@ -57,7 +57,7 @@ class LoopLocal(Generic[Value]):
         kept = self._kept.get(loop)
         if kept is None:
             return
-        await self._close(kept.value)  # if this is cut, whoever closes next finds it
+        await self._close(kept.value)  # if this is cancelled, the next close finds it
         self._kept.pop(loop, None)
         await kept.ending.aclose()
 

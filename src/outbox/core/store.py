@@ -322,7 +322,7 @@ class Store(Feed, Protocol):
         ...
 
     def state_of(self, connection: Connection) -> TransactionState:
-        """What the driver knows of the transaction on a caller's connection. Asks nobody."""
+        """What the driver knows of the transaction on a caller's connection. Costs no round trip."""
         ...
 
     def queries_on(self, connection: Connection) -> int:
@@ -381,7 +381,7 @@ class Store(Feed, Protocol):
         ...
 
     async def release(self, queue: str) -> str | None:
-        """Forget whose a queue is, so that it belongs to whoever records it next; whose it was."""
+        """Forget the owner of a queue, so that the next service can record it; returns the owner it had."""
         ...
 
     async def record_transport(self, name: str, *, switch: bool = False) -> str:

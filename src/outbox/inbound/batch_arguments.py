@@ -84,7 +84,7 @@ class BatchArguments:
         returned = called(callback, arguments, self._positional)
         if self.is_async:
             return _reported(together, returned)
-        if not inspect.isawaitable(returned):  # whoever called complains about one
+        if not inspect.isawaitable(returned):  # the caller refuses one
             together.report(returned)
         return returned
 

@@ -121,8 +121,8 @@ class BatchHandling(Handling):
 def _may_be_one_messages(error: BaseException) -> bool:
     """Whether trying each message alone may tell whose fault it was.
 
-    The thread of a plain function that ran out of time goes on, with all of them: nobody is called beside it. And what
-    a listener has committed by itself, a further call would repeat.
+    The thread of a plain function that ran out of time goes on, with all of them: no listener is called beside it. And
+    what a listener has committed by itself, a further call would repeat.
     """
     if isinstance(error, asyncio.CancelledError) and ABANDONED in error.args:
         return False

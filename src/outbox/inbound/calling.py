@@ -159,7 +159,7 @@ class Call:
             returned = await returned
         what = not_run(returned)
         if what is not None:
-            raise TypeError(f"the listener returned {what} that nobody runs")
+            raise TypeError(f"the listener returned {what} that nothing awaits")
 
     def _without_session(self, values: dict[str, Any], fence: Fence) -> None:
         fence.started()
@@ -174,7 +174,7 @@ class Call:
         if what is not None:
             if inspect.iscoroutine(returned):
                 returned.close()
-            raise TypeError(f"the listener returned {what} that nobody runs: make it `async def` and await it there")
+            raise TypeError(f"the listener returned {what} that nothing awaits: make it `async def` and await it there")
 
     def _terms(self, message: Message, limit: timedelta | None) -> Terms:
         options = None if self._isolation_of is None else self._isolation_of(message)

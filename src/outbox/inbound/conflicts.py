@@ -19,7 +19,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.01, 0.5  # seconds before the next run, doubling,
 
 
 class Conflicts:
-    """Runs somebody's transaction until no other is in its way and its connection lasts."""
+    """Runs a listener's transaction until no other is in its way and its connection lasts."""
 
     def __init__(self, store: Store, queue: str, observe: Observer) -> None:
         self._store = store

@@ -198,8 +198,8 @@ class Breaker:
 
     async def _close(self, passage: Passage) -> None:
         circuits, destination = self._circuits, self._destination
-        mended = passage.took and circuits.refusing(destination) is not None
-        if passage.probe is not None or circuits.known(destination) is not None or mended:
+        recovered = passage.took and circuits.refusing(destination) is not None
+        if passage.probe is not None or circuits.known(destination) is not None or recovered:
             given_up = not passage.took and (circuits.refusing(destination) or 0.0) >= REFUSED_FOR
             if await self._store.close_circuit(destination, refusing=not passage.took) and not given_up:
                 self._observe(CircuitClosed(destination))

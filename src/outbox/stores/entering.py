@@ -64,7 +64,7 @@ class SqlEntering:
         return self._entries(renamed=True)
 
     def _entries(self, *, renamed: bool) -> Any:
-        """In one order, whoever enters: of two lists with messages in common, one waits for the other."""
+        """In one order for all workers: of two lists with messages in common, one waits for the other."""
         named = self._store.records("rows", {"message_id": String}).alias("named")
         id = named.c.message_id
         source = select(bindparam("queue", type_=String), id, self._store.clock())

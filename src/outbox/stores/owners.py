@@ -1,4 +1,4 @@
-"""Owners: which service a queue belongs to. Whoever records it first has it until it is released."""
+"""Owners: which service a queue belongs to. The first service to record it has it until it is released."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 
 def record(store: SqlStore, connection: Connection, owners: Mapping[str, str]) -> dict[str, str]:
-    """Record those that nobody has recorded; whose they all are now."""
-    for queue in sorted(owners):  # always in the same order: nobody waits for each other
+    """Record those that have no owner yet; returns the owners of all of them."""
+    for queue in sorted(owners):  # always in the same order: no two processes wait for each other
         connection.execute(store.ignoring(store.tables.owners), {"queue": queue, "owner": owners[queue]})
     return {queue: owner for queue, owner in read(store, connection).items() if queue in owners}
 

@@ -117,7 +117,7 @@ class Places:
         return schema
 
     def _made_beside(self, callers: Connection, schema: str | None) -> bool:
-        """Make what is missing; not if the caller's own transaction does so: whoever else tried would wait for it."""
+        """Make what is missing; not if the caller's own transaction does so: another connection would wait for it."""
         store, own = self._store, spare(callers.engine)
         try:
             with own.begin() as connection:
@@ -161,7 +161,7 @@ class Places:
         """Where our own tables are, asked on a connection of our own; none if there is no answer."""
         try:
             return await_only(self._asked_here()) if callers.dialect.is_async else _apart(self._asked_apart())
-        except Exception:  # noqa: BLE001 - whoever emits needs the caller's connection and no other
+        except Exception:  # noqa: BLE001 - emit needs the caller's connection and no other
             return None
 
     async def _asked_here(self) -> Place:
@@ -169,8 +169,8 @@ class Places:
             return await self._store.first_look(lambda connection: find(connection, self._store.tables).place)
 
     async def _asked_apart(self) -> Place:
-        """The same on an event loop of its own, whose connections nobody else may use."""
-        assert self._given is not None  # noqa: S101 - or nobody would have asked
+        """The same on an event loop of its own, whose connections no other loop may use."""
+        assert self._given is not None  # noqa: S101 - the caller has checked it
         engine = AsyncEngine(spare(self._given.sync_engine))
         try:
             async with asyncio.timeout(ASK_WITHIN), engine.connect() as connection:

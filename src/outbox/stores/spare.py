@@ -10,7 +10,7 @@ from outbox.stores.sockets import cut_in_children
 def spare(engine: Engine) -> Engine:
     """An engine that connects exactly as the given one, beside its pool: a full pool cannot block it."""
     pool = engine.pool.recreate()
-    # Nobody is asked before each statement whether he is still there: whoever uses us tries again anyway.
+    # No pre-ping: callers retry.
     pool._pre_ping = False
     cut_in_children(pool)
     return Engine(pool, engine.dialect, engine.url, hide_parameters=engine.hide_parameters)

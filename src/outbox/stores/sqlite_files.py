@@ -71,7 +71,7 @@ def _check(path: Path, known: tuple[int, int] | None) -> None:
     if known is not None and found != known:
         raise DatabaseReplaced(
             f"{path} is {'gone' if found is None else 'another file now'}: what is written to the one that was opened "
-            "is seen by nobody. Start this process again. Before a database is restored, stop all processes and remove "
+            "is lost. Start this process again. Before a database is restored, stop all processes and remove "
             "the files beside it that end in -wal and -shm"
         )
 

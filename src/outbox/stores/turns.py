@@ -10,10 +10,11 @@ from outbox.core.errors import TransactionError
 
 
 class Turns:
-    """The write lock of one event loop: renewals of leases first, then whoever came first.
+    """The write lock of one event loop: renewals of leases first, then in the order of their coming.
 
-    SQLite itself lets writers guess: whoever asks again soonest gets the lock, and listeners ask without a pause. Many
-    listeners with a session wait here, each for all before it, and their leases run out meanwhile unless renewals pass.
+    SQLite itself lets writers guess: the one that asks again soonest gets the lock, and listeners ask without a pause.
+    Many listeners with a session wait here, each for all before it, and their leases run out meanwhile unless renewals
+    pass.
     """
 
     def __init__(self) -> None:
@@ -34,7 +35,7 @@ class Turns:
         self._taken, self._holder = True, task
 
     def give(self) -> None:
-        """Hand it over. It stays taken in between, so that nobody else comes first."""
+        """Hand it over. It stays taken in between, so that no other writer comes first."""
         self._holder = None
         for waiting in (self.first.waiting, self.next.waiting):
             while waiting:

@@ -53,5 +53,5 @@ class Wakeup:
             if loop is here:
                 ring(bells)
             else:
-                with suppress(RuntimeError):  # it is closed: nobody can be waiting there
+                with suppress(RuntimeError):  # it is closed: nothing can be waiting there
                     loop.call_soon_threadsafe(ring, bells)

@@ -171,7 +171,7 @@ class RoutingCases(StoreCases):
         assert {attempt.attempt_count for attempt in found} == {1}
         assert await claimed(store) == []
 
-    async def test_a_queue_belongs_to_whoever_records_it_first_until_it_is_released(
+    async def test_a_queue_belongs_to_the_service_that_records_it_first_until_it_is_released(
         self, store: Store, make_store: MakeStore
     ) -> None:
         assert await store.record_owners({"a": "billing", "b": "billing"}) == {"a": "billing", "b": "billing"}
