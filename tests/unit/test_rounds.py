@@ -1,6 +1,7 @@
 """Rounds: a relay works at once while there is work, then at a growing pace, through whatever goes wrong."""
 
 import asyncio
+import gc
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -347,3 +348,18 @@ async def test_a_transport_that_is_closed_ends_the_relay_whichever_batch_meets_i
     batches.given.set_exception(TransportClosed("for good"))
     with pytest.raises(TransportClosed):
         await relay
+
+
+async def test_how_other_batches_failed_is_not_left_to_the_loop_when_the_transport_is_closed() -> None:
+    told: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context))
+    batches = Stuck(1, TransportClosed("for good"), 0)
+    relay = asyncio.create_task(batches.relay())
+    await batches.until(left=1)
+    batches.given.set_exception(OSError("away"))
+    with pytest.raises(TransportClosed):
+        await relay
+    del relay, batches
+    gc.collect()
+    await asyncio.sleep(0)
+    assert told == []

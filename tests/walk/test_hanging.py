@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from sqlalchemy import text
 
 from outbox import Message, Outbox, Reason, RetryPolicy
 from outbox.core.attempt import Dead, Done, RetryIn
@@ -17,6 +18,8 @@ from outbox.core.transport import Features, Published, Refusal, Report
 from outbox.outbound import circuit, publishing
 from outbox.outbound.circuit import Breaker, Circuits
 from outbox.outbound.publishing import Publisher
+from outbox.stores.claims import SqlClaim
+from outbox.transports.function import FunctionTransport
 from tests.conftest import MakeOutbox
 from tests.http_sink import HttpSink, by_type, hang
 from tests.seeds.observing import Recorder, eventually
@@ -320,3 +323,60 @@ async def test_while_traffic_grows_back_a_round_without_an_answer_keeps_others_w
 async def _one(relay: Publisher) -> bool:
     await asyncio.sleep(0.02)
     return await relay.round() == 1
+
+
+async def test_answers_that_could_not_be_written_are_written_soon_though_another_message_has_none(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settle, tries = SqlClaim.settle, 0
+
+    async def failing_once(claim: SqlClaim, outcomes: Any) -> frozenset[int]:
+        nonlocal tries
+        tries += 1
+        if tries == 1:
+            raise OSError("away")
+        return await settle(claim, outcomes)
+
+    monkeypatch.setattr(SqlClaim, "settle", failing_once)
+    async with hanging(outbox, "good") as (_, recorder, round):
+        await recorder.wait_for(Relayed)
+        assert not round.done()
+        assert await rows(outbox) == {"hangs": (0, 0, True)}
+
+
+async def test_retry_delays_that_raise_end_the_message_they_were_asked_about_and_no_other(outbox: Outbox) -> None:
+    sent: list[str] = []
+
+    async def publish(message: Message) -> None:
+        if message.routing_key == "refused":
+            raise ValueError("no")
+        await asyncio.sleep(0.05)
+        sent.append(message.id)
+
+    def mistaken(attempt_count: int, error: BaseException) -> float:
+        raise KeyError("mistake")
+
+    recorder = Recorder()
+    relay = Publisher(
+        outbox.store,
+        FunctionTransport(publish),
+        batch_size=8,
+        lease=LEASE,
+        retry_policy=RetryPolicy.calling(mistaken),
+        observe=recorder,
+    )
+    [_, good] = await emit(outbox, "refused", "good")
+    assert await relay.round() == 2
+    assert (sent, await rows(outbox)) == ([good], {})
+    [dead] = [each.outcome for each in recorder.of(Relayed) if isinstance(each.outcome, Dead)]
+    assert dead == Dead(Reason.EXHAUSTED, "retry_delays raised KeyError; the refusal was: ValueError: no")
+
+
+async def test_a_message_that_found_no_queue_before_is_sent_once(outbox: Outbox) -> None:
+    """A router counts its tries, but no starts."""
+    transport = Portions()
+    await emit(outbox, "good")
+    table = outbox.store.messages.fullname  # type: ignore[attr-defined]
+    await outbox.store.transact(lambda own: own.execute(text(f"UPDATE {table} SET attempts = 1")))  # type: ignore[attr-defined]
+    assert await publisher(outbox, transport, Recorder()).round() == 1
+    assert await rows(outbox) == {}

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from outbox import DatabaseReplaced, Listener, Outbox
+from outbox import Binding, DatabaseReplaced, Listener, Outbox
 from outbox.core.events import Failed, LeaseWasLost
 from tests.conftest import MakeOutbox
-from tests.seeds.observing import PATIENCE, Recorder
+from tests.seeds.observing import PATIENCE, Recorder, let_leases_run_out
 
 pytestmark = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 
@@ -38,6 +39,31 @@ async def test_leases_are_renewed_while_listeners_wait_for_each_other(make_outbo
         await asyncio.wait_for(all_done.wait(), PATIENCE)
     assert sorted(runs) == list(range(MANY))
     assert not recorder.of(LeaseWasLost)
+
+
+async def test_the_lease_of_a_run_that_waits_to_be_alone_is_renewed_while_others_wait_to_write(
+    make_outbox: MakeOutbox,
+) -> None:
+    outbox = make_outbox()
+    store = outbox.store
+    await store.bind([Binding("q", "q")])
+    async with outbox.transaction() as session:
+        await outbox.emit(session, "q", "suspected")
+    await store.route(1, {})
+    async with store.claim(1, lease=timedelta(hours=1), destination="q"):
+        await let_leases_run_out(outbox)
+
+    async def write() -> None:
+        async with store.turn():
+            await asyncio.sleep(EACH)
+
+    async with store.claim(1, lease=timedelta(seconds=LEASE), destination="q", isolated_at=1) as claim:
+        [attempt] = claim.attempts
+        assert attempt.isolated
+        async with asyncio.TaskGroup() as writing:
+            for _ in range(MANY):
+                writing.create_task(write())
+        assert await claim.start(attempt)
 
 
 def file_of(database_url: str) -> Path:

@@ -67,7 +67,8 @@ class Exclusive:
             self.is_kept, began, in_vain = True, time.monotonic(), True
             try:
                 in_vain = not await self._quiet()
-                yield timedelta(seconds=GO_ON * self._longest) if in_vain else None
+                wait = 0 if self._stopped else GO_ON * self._longest  # another process may try it at once
+                yield timedelta(seconds=wait) if in_vain else None
             finally:
                 took = time.monotonic() - began
                 self._next_at = time.monotonic() + (GO_ON * took if in_vain else took)

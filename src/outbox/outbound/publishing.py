@@ -169,7 +169,11 @@ class Publisher:
     def _outcome(self, attempt: Attempt, refusal: Refusal) -> Outcome:
         if refusal.permanent:
             return Dead(Reason.REFUSED, refusal.error)
-        delay = self._retry_policy.delay(attempt.attempt_count, RefusedError(refusal.error))
+        try:
+            delay = self._retry_policy.delay(attempt.attempt_count, RefusedError(refusal.error))
+        except Exception as error:  # noqa: BLE001 - somebody's function decides, and other messages wait for it
+            text = f"retry_delays raised {type(error).__name__}; the refusal was: {refusal.error}"
+            return Dead(Reason.EXHAUSTED, text)
         if delay is None:
             return Dead(Reason.EXHAUSTED, refusal.error)
         asked = min(refusal.retry_after or NO_DELAY, LONGEST_RETRY_AFTER)

@@ -109,12 +109,10 @@ class Settling:
         part = dict(self._unwritten)
         try:
             await self._write_unwritten()
-        except Exception:  # noqa: BLE001 - it is written with later answers or at the end, and there an error counts
+        except Exception:  # noqa: BLE001 - it is tried again, at last at the end, and there an error counts
             self._unwritten = part | self._unwritten
-            self._writing = None
-        else:
-            self._writing = None
-            self._write_soon()
+        self._writing = None
+        self._write_soon()
 
     async def _write_unwritten(self) -> None:
         unwritten, self._unwritten = self._unwritten, {}

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from outbox.stores.sql import SqlStore
 
 RENEW_AFTER = 1 / 3  # of the lease
+NEVER = -(2**31)  # crashes that no message has: one that found no queue has fewer starts than attempts
 RENEW_SOONER = 1 / 5  # where a listener's transaction, which may take three quarters of a lease, holds up all renewals
 
 Fetch = Callable[[Connection, Executable, Mapping[str, Any]], Sequence[Sequence[Any]]]
@@ -339,7 +340,7 @@ class SqlClaim:
     def _take(self, connection: Connection) -> None:
         assert self._wanted is not None  # noqa: S101 - or nobody would have asked
         self._unanswered = True
-        isolated_at = -1 if self._isolated_at is None else self._isolated_at
+        isolated_at = NEVER if self._isolated_at is None else self._isolated_at
         terms = {**self.terms, "apart": self._apart, "isolated_at": isolated_at}
         self.bury(connection, self.hold(self._store.take(connection, self._wanted, terms, self._suspected)))
         self._unanswered = False
@@ -440,7 +441,7 @@ class SqlClaim:
         ids = self._store.listed(sorted(self._unstarted))
         parameters = {"ids": ids, "apart": self._apart, "lease": as_seconds(self._lease)}
         if self._unstarted:
-            await self._store.apply(lambda connection: connection.execute(self._statements.renew_unstarted, parameters))
+            await self._store.renew(lambda connection: connection.execute(self._statements.renew_unstarted, parameters))
 
     async def give_up(self, destination: str, error: BaseException, *, unanswered: bool) -> None:
         """Give back what was leased before an error, whether the database could still tell what that was or not."""
