@@ -458,3 +458,19 @@ async def test_a_role_has_exactly_these_rights(roles: Roles, kind: str) -> None:
         if rights:
             found[part] = " ".join(rights)
     assert found == RIGHTS[kind]
+
+
+async def test_a_producer_emits_before_somebody_makes_the_tables_that_a_newer_version_has_added(
+    roles: Roles, make_outbox: MakeOutbox, table_name: str
+) -> None:
+    await asyncio.to_thread(roles.run, f"DROP TABLE {table_name}_owners")
+    outbox = make_outbox(db_engine_url=roles.url_of("producer"))
+    for _ in range(2):
+        async with outbox.transaction() as session:
+            await outbox.emit(session, "order.created", 1)
+    assert await asyncio.to_thread(roles.run, f"SELECT count(*) FROM {table_name}") == [(2,)]
+    await asyncio.to_thread(roles.run, f"DROP TABLE {table_name}")
+    fresh = make_outbox(db_engine_url=roles.url_of("producer"))
+    with pytest.raises(DBAPIError, match="permission denied"):
+        async with fresh.transaction() as session:
+            await fresh.emit(session, "order.created", 1)

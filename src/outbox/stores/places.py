@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
-from sqlalchemy import BigInteger, ColumnElement, Connection, String, cast, column, func, literal, select, table
+from sqlalchemy import BigInteger, ColumnElement, Connection, String, Table, cast, column, func, literal, select, table
+from sqlalchemy.exc import ProgrammingError
 from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.pool import Pool
 from sqlalchemy.util import await_only
@@ -119,12 +120,18 @@ class Places:
     def _made_beside(self, callers: Connection, schema: str | None) -> bool:
         """Make what is missing; not if the caller's own transaction does so: another connection would wait for it."""
         store, own = self._store, spare(callers.engine)
+        missing: list[Table] = []
         try:
             with own.begin() as connection:
-                if store.missing(connection, schema):
+                missing = store.missing(connection, schema)
+                if missing:
                     if not store.missing(callers, schema):
                         return False
                     store.create(connection.execution_options(**naming({store.messages.schema: schema})), schema)
+            return True
+        except ProgrammingError:  # a producer's role may make none: one that a newer version has added is not its own
+            if store.messages in missing:
+                raise
             return True
         finally:
             own.dispose()
