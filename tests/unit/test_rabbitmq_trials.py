@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from datetime import timedelta
 from typing import Any, cast
 
 import pytest
 from pamqp import commands
 
+from outbox.core.attempt import Released
 from outbox.core.listener import Listener
 from outbox.transports.rabbitmq import suspects as suspects_module
 from outbox.transports.rabbitmq.channels import Incoming
@@ -46,6 +48,9 @@ class Courier:
     async def back(self, parcel: object, delay: object) -> bool:
         await self.confirms.wait()
         return True
+
+    async def back_later(self, parcel: object, delay: object) -> bool:
+        return False
 
     async def back_at_once(self, parcel: object) -> bool:
         return True
@@ -164,3 +169,16 @@ async def test_a_suspect_that_no_worker_takes_keeps_no_other_from_its_trial(monk
     assert await second.start() is None  # not while a copy of another one is under way
     consumer.delivered(tray, "first", outbox_crashes=2, outbox_on_trial=True)
     assert await asyncio.wait_for(starting, LONG) is not None
+
+
+async def test_without_a_delay_a_suspect_that_waited_in_vain_is_held_and_then_given_back() -> None:
+    consumer = Consumer()
+    _, tray = consumer.channel()
+    consumer.delivered(tray, "first", x_delivery_count=2)
+    first = consumer.deliveries.take()
+    assert first is not None
+    first.settle(Released(timedelta(seconds=0.1)))
+    await asyncio.sleep(0.05)
+    assert not tray.idle
+    await asyncio.sleep(0.1)
+    assert tray.idle

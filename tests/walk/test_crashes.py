@@ -221,6 +221,48 @@ async def test_a_message_does_not_die_of_the_crashes_of_other_messages_over_rabb
     await outbox.close()
 
 
+async def test_suspects_that_cannot_be_tried_hold_up_no_fresh_message_over_rabbitmq(
+    rabbitmq_url: str, table_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exclusive, "SHORTEST_WAIT", 0.5)
+    outbox = Outbox(
+        rabbitmq_url=rabbitmq_url, exchange_name=table_name, queue_prefix=f"{table_name}.", retry_delays=(1,)
+    )
+    started, release = asyncio.Event(), asyncio.Event()
+    handled: set[str] = set()
+
+    @listen("long", queue="long")
+    async def long(body: str) -> None:
+        started.set()
+        await release.wait()
+
+    @listen("short", queue="short", concurrency=2)
+    async def short(body: str) -> None:
+        handled.add(body)
+
+    suspects = {f"suspect {number}" for number in range(6)}  # more than the least prefetch
+    await outbox.transport.open()
+    await outbox.transport.declare([long, short])
+    await outbox.transport.publish([Message(routing_key="short", body=json.dumps(each).encode()) for each in suspects])
+    for _ in range(2):  # they come back as if a worker had died of another message
+        async with await aio_pika.connect(rabbitmq_url) as connection:
+            channel = await connection.channel()
+            queue = await channel.get_queue(f"{table_name}.short")
+            for _ in suspects:
+                await eventually(lambda: queue.get(fail=False))  # noqa: B023
+    await outbox.transport.publish([Message(routing_key="long", body=b'"long"')])
+    async with outbox.running(listeners=[long, short]):
+        await started.wait()
+        await asyncio.sleep(1.0)  # the first one has waited in vain, and for others there was no need to
+        await outbox.transport.publish([Message(routing_key="short", body=b'"fresh"')])
+        async with asyncio.timeout(2.0):
+            await eventually(lambda: "fresh" in handled)
+        release.set()
+        await eventually(lambda: handled >= suspects)
+    assert await outbox.dead_letters.list() == []
+    await outbox.close()
+
+
 async def handled(outbox: Outbox, queue: str) -> bool:
     return await outbox.messages(queue=queue) == []
 

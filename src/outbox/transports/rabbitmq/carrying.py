@@ -82,6 +82,11 @@ class Courier:
         """To its own queue, if that works without another try."""
         return not self._default_is_closed and await self._once(self._outgoing("", parcel)) is Answer.CONFIRMED
 
+    async def back_later(self, parcel: Parcel, delay: timedelta) -> bool:
+        """To its own queue after about so long, if there is a delay and that works without another try."""
+        nearest = None if self.topology is None else self.topology.nearest_delay(delay)
+        return nearest is not None and await self._once(self._outgoing(nearest, parcel)) is Answer.CONFIRMED
+
     async def close(self) -> None:
         """Nobody waits for answers any more."""
         for task in self._tasks:

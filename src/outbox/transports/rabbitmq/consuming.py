@@ -324,11 +324,15 @@ class Tray:
             self._nack(delivery.incoming.tag, landing, requeue=True)
 
     async def _give_back_later(self, delivery: RabbitmqDelivery, landing: Landing, delay: timedelta) -> None:
-        """Held here for that long: the broker would deliver it again at once."""
+        """Behind a delay, because what is held here takes up the prefetch. Where there is no delay it is held."""
+        headers: dict[str, object] = {CRASHES: delivery.attempt.crash_count or None}
+        if await self._deliveries.courier.back_later(self._parcel(delivery, headers), delay):
+            self._done(delivery.incoming.tag, landing)
+            return
         with suppress(TimeoutError):
             async with asyncio.timeout(delay.total_seconds()):
                 await self._closing.wait()
-        await self._give_back(delivery, landing, {CRASHES: delivery.attempt.crash_count or None})
+        await self._give_back(delivery, landing, headers)
 
     def _parcel(self, delivery: RabbitmqDelivery, headers: dict[str, object]) -> Parcel:
         return Parcel(self._deliveries.queue, delivery.attempt.message, delivery.envelope, headers)

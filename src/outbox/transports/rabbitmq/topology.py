@@ -210,8 +210,14 @@ class Topology:
     @property
     def shortest_delay(self) -> str | None:
         """The delay exchange behind which messages wait least."""
-        waits = {queue.name: queue.arguments["x-message-ttl"] for queue in self.queues if queue.name in self.delays}
-        return min(waits, key=lambda name: int(str(waits[name])), default=None)
+        return self.nearest_delay(timedelta(0))
+
+    def nearest_delay(self, wanted: timedelta) -> str | None:
+        """Of the delay exchanges that are there: the next behind which messages wait so long, else the longest."""
+        ttl = {queue.name: queue.arguments["x-message-ttl"] for queue in self.queues if queue.name in self.delays}
+        waits = sorted(ttl, key=lambda name: int(str(ttl[name])))
+        enough = (name for name in waits if int(str(ttl[name])) >= _milliseconds(wanted))
+        return next(enough, waits[-1] if waits else None)
 
     def delay(self, wanted: timedelta) -> timedelta:
         """How long a retry is held back: as long as it wants if there is a queue for that, else for the next step."""
