@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 from sqlalchemy import create_engine, make_url, text
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy.exc import DBAPIError, IntegrityError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import Session, sessionmaker
 
-from outbox import Outbox, listen
+from outbox import Outbox, TransactionError, listen
 from outbox.adapters import sync_url
 from outbox.core.events import Handled
 from outbox.sqlite import prepare
@@ -163,6 +163,21 @@ async def test_an_outer_commit_that_the_database_refuses_calls_nothing(
             await session.commit()
         with pytest.raises(IntegrityError):
             await outer.commit()
+    assert told == []
+    assert await outbox.messages() == []
+
+
+@on_postgresql
+async def test_an_error_that_was_swallowed_on_the_outer_connection_calls_nothing(
+    outbox: Outbox, engine: AsyncEngine, told: list[str]
+) -> None:
+    with pytest.raises(TransactionError, match="begin_nested"):
+        async with engine.connect() as connection, connection.begin():
+            async with AsyncSession(connection, join_transaction_mode="create_savepoint") as session:
+                await place(outbox, session, told)
+                await session.commit()
+            with pytest.raises(DBAPIError):
+                await connection.execute(text("SELECT nothing FROM nowhere"))
     assert told == []
     assert await outbox.messages() == []
 

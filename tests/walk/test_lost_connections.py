@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
 import psycopg
 import pytest
@@ -178,7 +179,7 @@ async def test_lost_connections_have_a_limit_of_their_own_and_then_the_attempt_h
 async def test_what_the_listener_does_to_itself_is_its_own_failure(
     make_outbox: MakeOutbox, watch: Watch, effects: Effects, server: Server, database_url: str
 ) -> None:
-    """A socket of its own, another connection of its own, and a statement that it cancels: one run each."""
+    """A socket of its own, another connection of its own, and statements that it cancels: one run each."""
     outbox = make_outbox(observers=[watch])
     elsewhere = create_async_engine(database_url)
     runs: list[str] = []
@@ -197,11 +198,15 @@ async def test_what_the_listener_does_to_itself_is_its_own_failure(
             case "hasty":
                 async with asyncio.timeout(0.05):
                     await session.execute(text("SELECT pg_sleep(600)"))
+            case "indifferent":
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(0.05):
+                        await session.execute(text("SELECT pg_sleep(600)"))
 
-    await emit(outbox, "socket", "elsewhere", "hasty")
+    await emit(outbox, "socket", "elsewhere", "hasty", "indifferent")
     async with outbox.running(listeners=[listener]):
-        outcomes = await watch.outcomes(3)
+        outcomes = await watch.outcomes(4)
     await elsewhere.dispose()
-    assert [type(outcome) for outcome in outcomes] == [Dead] * 3
-    assert sorted(runs) == ["elsewhere", "hasty", "socket"]
+    assert [type(outcome) for outcome in outcomes] == [Dead] * 4
+    assert sorted(runs) == ["elsewhere", "hasty", "indifferent", "socket"]
     assert watch.of(Troubled) == []

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from threading import Lock
 from weakref import WeakKeyDictionary, WeakSet, ref
 
-from sqlalchemy import Connection, Engine, event
+from sqlalchemy import Connection, Engine, ExceptionContext, event
 from sqlalchemy.orm import Session
 
 from outbox.core.errors import Reject, TransactionError
@@ -39,6 +40,7 @@ class OwnEnd:
         self._queries = 0  # that the driver had sent when SQLAlchemy's last statement was over
         self._driver_was_used = False  # by the listener itself: SQLAlchemy has not heard of what failed there
         self.refused: str | None = None  # what the listener tried: SQLAlchemy's objects may be of no use after it
+        self.was_cut = False  # the listener cancelled a statement, which costs its connection
         self._rolled_back = False  # by a flush that failed
         self._allowed = False
         self._flushes = False  # since it was allowed, something was executed
@@ -52,6 +54,11 @@ class OwnEnd:
         self._queries = self._store.queries_on(connection)
         _of_connection[connection] = self
         _watch(connection.engine)
+
+    @property
+    def is_its_own_doing(self) -> bool:
+        """Whether it is the listener to which a connection was lost."""
+        return self.was_cut or self.refused is not None
 
     def allow(self) -> None:
         """From here on it is the worker who ends the transaction; too late if the listener did, or broke it."""
@@ -179,6 +186,7 @@ def _watch(engine: Engine) -> None:
         event.listen(engine, "rollback", _rolling_back)
         event.listen(engine, "before_cursor_execute", _executing)
         event.listen(engine, "after_cursor_execute", _executed)
+        event.listen(engine, "handle_error", _failed)
         _watched.add(engine)
 
 
@@ -200,3 +208,9 @@ def _executing(connection: Connection, cursor: object, statement: str, *_: objec
 def _executed(connection: Connection, *_: object) -> None:
     if (own_end := _of_connection.get(connection)) is not None:
         own_end.after_statement(connection)
+
+
+def _failed(context: ExceptionContext) -> None:
+    own_end = None if context.connection is None else _of_connection.get(context.connection)
+    if own_end is not None and isinstance(context.original_exception, asyncio.CancelledError):
+        own_end.was_cut = True

@@ -51,7 +51,7 @@ async def transact(
             async with asyncio.timeout(None) as limit:
                 connection, entered = await session.run_sync(_begin, own_end, around, terms, limit)
                 has_begun = True
-                with noticing_loss(connection, lambda: limit.expired() or own_end.refused is not None):
+                with noticing_loss(connection, lambda: limit.expired() or own_end.is_its_own_doing):
                     await body(session)
                     await session.run_sync(_end, own_end, entered, limit)
                 is_closed = True
@@ -115,7 +115,7 @@ def transact_in_thread(
         connection = _connected(session, terms)
         own_end.begun(connection)
         fence.started()
-        with noticing_loss(connection, lambda: own_end.refused is not None):
+        with noticing_loss(connection, lambda: own_end.is_its_own_doing):
             with around(connection):
                 body(session)
                 _flush(session, own_end)

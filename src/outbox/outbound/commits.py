@@ -38,6 +38,8 @@ class Commits:
         outer = next((each for each in connections_of(transaction) if each.in_transaction()), None)
         if outer is not None:  # the session was joined to a transaction of its connection, and that goes on
             waiting_on(outer).take(waiting)
+            if self.aborted is not None:
+                guard(outer, self.aborted)
             return
         self._committed += waiting.hooks
         for action in waiting.actions:
