@@ -380,3 +380,15 @@ async def test_a_message_that_found_no_queue_before_is_sent_once(outbox: Outbox)
     await outbox.store.transact(lambda own: own.execute(text(f"UPDATE {table} SET attempts = 1")))  # type: ignore[attr-defined]
     assert await publisher(outbox, transport, Recorder()).round() == 1
     assert await rows(outbox) == {}
+
+
+async def test_a_function_that_gives_up_on_a_message_at_once_and_takes_others_loses_it_an_attempt() -> None:
+    async def publish(message: Message) -> None:
+        if message.routing_key == "given up":
+            raise TimeoutError
+        await asyncio.sleep(0.01)
+
+    given_up, good = (Message(routing_key=each, body=b"{}") for each in ("given up", "good"))
+    published = await FunctionTransport(publish).publish([given_up, good])
+    assert (published.confirmed, set(published.refused)) == ({good.id}, {given_up.id})
+    assert await FunctionTransport(publish).publish([given_up]) == Published()

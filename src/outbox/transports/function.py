@@ -49,9 +49,15 @@ class FunctionTransport:
         return await self.publish_and_report(messages, lambda published: None)
 
     async def publish_and_report(self, messages: Sequence[Message], report: Report) -> Published:
-        answers = await asyncio.gather(*(self._one(message, report) for message in messages))
+        silences: list[tuple[str, float, str]] = []  # a message without an answer, when it was asked about, and why
+        answers = await asyncio.gather(*(self._one(message, report, silences) for message in messages))
         confirmed = frozenset[str]().union(*(answer.confirmed for answer in answers))
-        return Published(confirmed, {id: why for answer in answers for id, why in answer.refused.items()})
+        refused = {id: why for answer in answers for id, why in answer.refused.items()}
+        # Only now: it may have given up on one before it was done with another one of the same time.
+        for id, began, why in silences:
+            if self._answered_at > began:
+                refused[id] = Refusal(f"{why}, while others were answered")
+        return Published(confirmed, refused)
 
     async def declare(self, listeners: Sequence[Listener]) -> None:
         raise ConfigurationError("a function only publishes: a worker needs a transport that delivers")
@@ -59,17 +65,15 @@ class FunctionTransport:
     def consume(self, listener: Listener, prefetch: int) -> AsyncIterator[Delivery]:
         raise ConfigurationError("a function only publishes: a worker needs a transport that delivers")
 
-    async def _one(self, message: Message, report: Report) -> Published:
+    async def _one(self, message: Message, report: Report, silences: list[tuple[str, float, str]]) -> Published:
         now = asyncio.get_running_loop().time
         began = now()
         try:
             async with asyncio.timeout(WITHIN):
                 await self._publish(message)
         except TimeoutError as error:
-            if self._answered_at <= began:
-                return Published()  # in doubt: the destination may be away
-            why = str(error) or f"no answer within {WITHIN:g} s"
-            return Published(refused={message.id: Refusal(f"{why}, while others were answered")})
+            silences.append((message.id, began, str(error) or f"no answer within {WITHIN:g} s"))
+            return Published()  # in doubt, if all others are: the destination may be away
         except asyncio.CancelledError:
             if cancelled_from_outside():
                 raise
