@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy import Connection, create_engine, make_url, text
 from sqlalchemy.exc import DBAPIError, IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
-from sqlalchemy.orm import Session, registry, sessionmaker
+from sqlalchemy.orm import Session, registry, scoped_session, sessionmaker
 
 from outbox import ConfigurationError, Listener, Outbox, Reason, TransactionError, listen
 from outbox.core.attempt import Dead, Done, RetryIn
@@ -413,3 +413,24 @@ async def test_sessions_of_a_factory_in_autocommit_are_refused_and_no_message_is
     assert await effects.all() == ["in loop"]
     await engine.dispose()
     plain_engine.dispose()
+
+
+@ONE_DRIVER
+async def test_a_scoped_session_can_be_used_again_after_a_listener(
+    make_outbox: MakeOutbox, watch: Watch, effects: Effects, database_url: str
+) -> None:
+    outbox = make_outbox(observers=[watch])
+    engine = create_engine(make_url(database_url).set(drivername="postgresql+psycopg"))
+    sessions = scoped_session(sessionmaker(engine), scopefunc=lambda: "always the same")
+
+    @listen("#", queue="q", session_factory=sessions, retry_delays=())
+    def in_thread(body: int, session: Session) -> None:
+        session.execute(effects.write("the listener's"))
+
+    outcomes = await ends(outbox, watch, [in_thread], 1)
+    assert isinstance(outcomes["q"][0], Done), outcomes
+    sessions.execute(effects.write("another's"))
+    sessions.commit()
+    sessions.remove()
+    engine.dispose()
+    assert sorted(await effects.all()) == ["another's", "the listener's"]

@@ -103,6 +103,12 @@ class OwnEnd:
         if self.connection is not None:
             _of_connection.pop(self.connection, None)
 
+    def forget(self) -> None:
+        """The session is its thread's own again, as that of a scoped_session, which gives it out once more."""
+        session = self._session()
+        if session is not None:
+            _of_session.pop(session, None)
+
     # What SQLAlchemy tells.
 
     def before_commit(self, session: Session) -> None:

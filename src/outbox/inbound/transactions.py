@@ -127,6 +127,7 @@ def transact_in_thread(
         raise
     finally:
         own_end.end()
+        own_end.forget()
         _close(session, own_end)
 
 
