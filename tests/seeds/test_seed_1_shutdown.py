@@ -17,6 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from outbox import Message, Outbox, listen
 from outbox.core.events import Handled, Stopped
+from outbox.outbound.rounds import SIDE_BY_SIDE
 from tests.seeds.databases import on_every_driver, on_sqlite
 from tests.seeds.observing import PATIENCE, Recorder, arrival, eventually
 from tests.seeds.program import program
@@ -333,15 +334,15 @@ async def test_a_relay_finishes_what_it_is_publishing_and_starts_nothing_new(
     outbox = make_outbox(transport=publish, batch_size=1)
     relaying = asyncio.create_task(outbox.message_relay())
     async with outbox.transaction() as session:
-        await outbox.emit_many(session, "event", [1, 2])
-    assert await arrival(published) == b"1"
+        await outbox.emit_many(session, "event", range(SIDE_BY_SIDE + 2))
+    assert {await arrival(published) for _ in range(SIDE_BY_SIDE)} == {b"%d" % body for body in range(SIDE_BY_SIDE)}
     signal_this_process(signal.SIGTERM)
     await asyncio.wait([relaying], timeout=0.1)
     assert not relaying.done()
     finish.set()
     await asyncio.wait_for(relaying, PATIENCE)
     assert published.empty()
-    assert await waiting_bodies(make_outbox()) == [b"2"]
+    assert await waiting_bodies(make_outbox()) == [b"%d" % body for body in range(SIDE_BY_SIDE, SIDE_BY_SIDE + 2)]
 
 
 async def test_leaving_the_running_block_is_a_graceful_shutdown_without_signals(

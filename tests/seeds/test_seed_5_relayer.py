@@ -19,6 +19,7 @@ from sqlalchemy import update
 from outbox import NEVER, Outbox, Reason
 from outbox.core.attempt import Done, RetryIn
 from outbox.core.events import CircuitOpened, Relayed, Started, Stopped
+from outbox.outbound.rounds import SIDE_BY_SIDE
 from outbox.testing import advance
 from outbox.transports.http import HttpTransport
 from tests.http_sink import Behaviour, Connection, HttpSink, Request, answer, hang, status
@@ -206,14 +207,15 @@ async def test_a_batch_holds_no_more_events_than_it_may(make_http_outbox: MakeOu
     service, gate = make_http_outbox(batch_size=3), asyncio.Event()
     sink.behave(once(gate))
     async with service.transaction() as session:
-        await service.emit_many(session, ORDER_CREATED, range(10))
+        await service.emit_many(session, ORDER_CREATED, range(20))
+    in_flight = 3 * SIDE_BY_SIDE  # while none of them is answered
     async with service.running(relay=True):
-        await sink.until(3)
+        await sink.until(in_flight)
         backlog = await service.backlog()
-        assert (backlog.leased, backlog.waiting, len(sink.requests)) == (3, 10, 3)
+        assert (backlog.leased, backlog.waiting, len(sink.requests)) == (in_flight, 20, in_flight)
         gate.set()
         await eventually(lambda: is_settled(service))
-    assert len(sink.requests) == 10
+    assert len(sink.requests) == 20
 
 
 @on_both_stores

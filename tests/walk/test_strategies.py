@@ -324,7 +324,8 @@ async def test_a_copy_that_collides_with_the_inbox_entry_of_another_skips(
         await emit(outbox, 1)
         await reached(started)
         await outbox.transport.publish([outbox.transport.published[0]])  # type: ignore[attr-defined]
-        waits = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE 'INSERT INTO t%'"
+        insert = "query ~ '^INSERT INTO (public.)?t'"
+        waits = f"SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND {insert}"
         async with asyncio.timeout(PATIENCE):
             url = outbox.engines.asynchronous.url.render_as_string(hide_password=False)
             while (await asyncio.to_thread(on_server, url, waits))[0][0] == 0:
