@@ -188,6 +188,7 @@ async def test_an_application_without_an_event_loop_emits(
 # Processes.
 
 
+@pytest.mark.parametrize("driver", ["asyncpg"], indirect=True)
 @pytest.mark.parametrize("moment", ["listener", "after the claiming statement", "before routing"])
 async def test_a_worker_killed_behind_the_pooler_loses_nothing_and_repeats_no_effect(
     moment: str,
