@@ -602,10 +602,24 @@ def test_what_is_in_doubt_is_not_resolved_while_sessions_are_open() -> None:
 def test_a_broker_may_bury_twice_but_not_cause_a_second_effect() -> None:
     world = good_world()
     world.at_least_once = True
-    world.letters.update(again=world.letters["rejected"])
+    world.letters.update(again=world.letters["rejected"], committed_again=world.letters["drivers"])
     assert world.violations() == []
     world.effects.append(world.effect("plain"))
     assert world.violations() == [(Kind.REPEATED, "plain")]
+
+
+def test_the_start_of_an_isolated_message_is_no_theft_if_its_holder_does_it() -> None:
+    world = good_world()
+    world.changes += [
+        change("worker-0.1", 1, False, 9, "poison", "poison", None, None, "apart"),
+        change("worker-0.1", 2, False, 9, "poison", "poison", "apart", at(3), "started"),
+    ]
+    assert world.violations() == []
+    world.change_row(-1, application="worker-1.1")
+    assert world.violations() == [(Kind.STOLEN, "poison")]
+    world.change_row(-2, queue="invoices")
+    world.change_row(-1, queue="invoices", application="worker-0.1")
+    assert world.violations() == [(Kind.STOLEN, "poison")]
 
 
 def test_a_broker_may_bring_what_was_committed_again_but_does_not_let_all_of_it_count_as_done() -> None:
