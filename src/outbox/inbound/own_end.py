@@ -35,7 +35,7 @@ class OwnEnd:
         self._session = ref(session)
         self._store = store
         self.connection: Connection | None = None
-        self.is_joined = False  # the session was given the connection, and whoever gave it goes on with it
+        self.is_joined = False  # the session was given the connection, and its owner goes on using it
         self._was_open = False  # the driver has said so
         self._queries = 0  # that the driver had sent when SQLAlchemy's last statement was over
         self._driver_was_used = False  # by the listener itself: SQLAlchemy has not heard of what failed there

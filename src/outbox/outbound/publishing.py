@@ -171,7 +171,7 @@ class Publisher:
             return Dead(Reason.REFUSED, refusal.error)
         try:
             delay = self._retry_policy.delay(attempt.attempt_count, RefusedError(refusal.error))
-        except Exception as error:  # noqa: BLE001 - somebody's function decides, and other messages wait for it
+        except Exception as error:  # noqa: BLE001 - the application's function decides, and other messages wait for it
             text = f"retry_delays raised {type(error).__name__}; the refusal was: {refusal.error}"
             return Dead(Reason.EXHAUSTED, text)
         if delay is None:

@@ -125,7 +125,7 @@ class Rounds:
     async def _until_all_ended(self) -> None:
         if self._open:
             await asyncio.wait(self._open)
-        self.errors()  # looked at, so that nobody is told about them by the loop
+        self.errors()  # retrieved, so that the event loop does not log them
 
 
 def _pass(passed: asyncio.Future[int], count: int) -> None:
