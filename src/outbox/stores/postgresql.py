@@ -166,8 +166,8 @@ class PostgresqlStore(SqlStore):
     def queries_on(self, connection: Connection) -> int:
         return postgresql_state.queries_on(connection)
 
-    def is_aborted(self, connection: Connection, state: TransactionState, *, in_doubt: bool) -> bool:
-        return postgresql_state.is_aborted(connection, state, in_doubt=in_doubt)
+    def is_aborted(self, connection: Connection, *, in_doubt: bool) -> bool:
+        return postgresql_state.is_aborted(connection, in_doubt=in_doubt)
 
     def is_own_conflict(self, error: BaseException) -> bool:
         return _state(error) in _CONFLICTS

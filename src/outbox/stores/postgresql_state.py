@@ -24,12 +24,12 @@ def state_of(connection: Connection) -> TransactionState:
     return TransactionState.AUTOCOMMIT if pooled.dbapi_connection.autocommit else TransactionState.IDLE
 
 
-def is_aborted(connection: Connection, state: TransactionState, *, in_doubt: bool) -> bool:
+def is_aborted(connection: Connection, *, in_doubt: bool) -> bool:
     """Whether COMMIT would be answered by ROLLBACK. Asks the server if there is doubt and the driver cannot say."""
-    if state is not TransactionState.OPEN or not in_doubt:
-        return state is TransactionState.ABORTED
     driver: Any = connection.connection.driver_connection
-    return hasattr(driver, "is_in_transaction") and _refuses(connection)
+    if hasattr(driver, "is_in_transaction"):
+        return in_doubt and state_of(connection) is TransactionState.OPEN and _refuses(connection)
+    return state_of(connection) is TransactionState.ABORTED
 
 
 def queries_on(connection: Connection) -> int:

@@ -313,13 +313,14 @@ class SqlStore(Spelling):
         return 0
 
     def aborted(self, connection: Connection, *, in_doubt: bool = False) -> TransactionError | None:
+        if connection.closed or connection.invalidated:
+            return None
         in_doubt = in_doubt or failure_in(connection) is not None
-        is_aborted = self.is_aborted(connection, self.state_of(connection), in_doubt=in_doubt)
-        return nothing_is_kept(connection) if is_aborted else None
+        return nothing_is_kept(connection) if self.is_aborted(connection, in_doubt=in_doubt) else None
 
-    def is_aborted(self, connection: Connection, state: TransactionState, *, in_doubt: bool) -> bool:
+    def is_aborted(self, connection: Connection, *, in_doubt: bool) -> bool:
         """Whether the database keeps nothing of a connection's transaction, in which a statement may have failed."""
-        return state is TransactionState.ABORTED
+        return False
 
     def isolation(self, level: str) -> Mapping[str, Any]:
         return {"isolation_level": level}

@@ -187,6 +187,9 @@ class SqliteStore(SqlStore):
     def driver_state_of(self, connection: Connection) -> TransactionState:
         return sqlite_state.state_of(connection)
 
+    def is_aborted(self, connection: Connection, *, in_doubt: bool) -> bool:
+        return sqlite_state.is_rolled_back(connection)
+
     def is_own_conflict(self, error: BaseException) -> bool:
         return getattr(error, "sqlite_errorcode", 0) & 0xFF in _CONFLICTS  # what is above says which kind
 
