@@ -68,6 +68,14 @@ class VirtualHost:
         address = urlsplit(self.url)
         return address._replace(netloc=f"{user}:secret@{address.hostname}:{address.port}").geturl()
 
+    def let_in(self, url: str, allowed: bool) -> None:
+        """Let the user of a URL do everything here, or not even connect."""
+        path = ("permissions", self.name, urlsplit(url).username or "")
+        if allowed:
+            self.management.ask("PUT", *path, configure=".*", write=".*", read=".*")
+        else:
+            self.management.ask("DELETE", *path)
+
     def queues(self) -> dict[str, Any]:
         """Its queues by name; their arguments are as of now, their counts up to five seconds old."""
         return {queue["name"]: queue for queue in self.management.ask("GET", "queues", self.name)}

@@ -107,22 +107,23 @@ async def test_case_1_the_order_is_stored_and_its_event_cannot_be_sent(
     make_rabbitmq_outbox: MakeOutbox, db_engine: AsyncEngine, services: Services, vhost: VirtualHost
 ) -> None:
     await services.create(services.shipments)
+    url = vhost.url_of_user()
 
     async def order_without_an_outbox(number: int) -> None:
         async with AsyncSession(db_engine) as session, session.begin():
             await session.execute(services.order(number))
-        await send(vhost.url, "shipments", number)
+        await send(url, "shipments", number)
 
     @listen(ORDERED, queue="shipments")
     async def ship(number: int, session: AsyncSession) -> None:
         await session.execute(services.ship(number))
 
-    vhost.delete()  # as far as these services can tell, the broker is away
+    vhost.let_in(url, False)  # as far as these services can tell, the broker is away
     with pytest.raises(aio_pika.exceptions.AMQPError):
         await order_without_an_outbox(1)
-    outbox = make_rabbitmq_outbox()
+    outbox = make_rabbitmq_outbox(rabbitmq_url=url)
     await place_order(outbox, services, 2)
-    vhost.create()
+    vhost.let_in(url, True)
     async with outbox.running(relay=True, listeners=[ship]):
         await eventually(services.shipped)
     assert await services.ordered() == [1, 2]
