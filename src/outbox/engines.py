@@ -116,12 +116,11 @@ class Engines:
         if engine is not self.main:
             return engine
         own = self._loops.here()
-        if own.safe is None:
+        if own.safe is None and not own.needs_none_beside:
             safe = engine if engine is not self._settings.db_engine else _safe(engine)
-            if safe is engine:
-                return self._of_this_loop(engine)
-            own.safe = safe
-        return own.safe
+            own.needs_none_beside = safe is engine
+            own.safe = None if own.needs_none_beside else safe
+        return own.safe or self._of_this_loop(engine)
 
     def _of_this_loop(self, engine: AsyncEngine) -> AsyncEngine:
         """Refuse an engine whose pool may hold connections of another event loop."""
@@ -201,6 +200,7 @@ class _InLoop:
     def __init__(self) -> None:
         self.main: AsyncEngine | None = None
         self.safe: AsyncEngine | None = None  # beside a given one whose transactions are not
+        self.needs_none_beside = False  # the given one's are
         self.elsewhere: dict[URL, AsyncEngine] = {}
 
     async def close(self) -> None:

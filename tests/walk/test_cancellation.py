@@ -56,7 +56,7 @@ def case(name: str, *, warm: bool = False, serves: bool = False) -> Callable[[Op
     return add
 
 
-# Emitting.
+# Emitting. What comes before an outbox's first emit is cut by `emit`.
 
 
 @case("Outbox.transaction")
@@ -72,39 +72,39 @@ async def emit(stage: Stage) -> None:
         await stage.outbox.emit(session, "order.paid", "new")
 
 
-@case("Outbox.emit")
+@case("Outbox.emit", warm=True)
 async def emit_in_a_session_of_the_applications_own(stage: Stage) -> None:
     async with AsyncSession(stage.engine) as session, session.begin():
         await stage.outbox.emit(session, "order.paid", "new")
         await stage.write_effect(session, "new")
 
 
-@case("Outbox.emit")
+@case("Outbox.emit", warm=True)
 async def emit_on_a_connection_and_in_a_savepoint(stage: Stage) -> None:
     async with stage.engine.begin() as connection, connection.begin_nested():
         await stage.outbox.emit(connection, "order.paid", "new", eta=HOUR, timer_id="new")
 
 
-@case("Outbox.emit_many")
+@case("Outbox.emit_many", warm=True)
 async def emit_many(stage: Stage) -> None:
     async with stage.outbox.transaction() as session:
         await stage.outbox.emit_many(session, "order.paid", ["new", "newer", "newest"])
         await stage.write_effect(session, "new")
 
 
-@case("Outbox.cancel_timer")
+@case("Outbox.cancel_timer", warm=True)
 async def cancel_timer(stage: Stage) -> None:
     async with stage.outbox.transaction() as session:
         await stage.outbox.cancel_timer(session, "timer")
         await stage.write_effect(session, "cancelled")
 
 
-@case("Outbox.receive")
+@case("Outbox.receive", warm=True)
 async def receive(stage: Stage) -> None:
     await stage.outbox.receive("q", Message(routing_key="order.paid", body=b'"new"'))
 
 
-@case("Outbox.receive")
+@case("Outbox.receive", warm=True)
 async def receive_in_a_transaction_for_a_queue_that_nobody_has(stage: Stage) -> None:
     async with stage.outbox.transaction() as session:
         await stage.write_effect(session, "new")

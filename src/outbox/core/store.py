@@ -325,8 +325,8 @@ class Store(Feed, Protocol):
         """What the driver knows of the transaction on a caller's connection. Costs no round trip."""
         ...
 
-    def queries_on(self, connection: Connection) -> int:
-        """How many queries the driver has sent on a caller's connection; 0 if it does not count, or need not."""
+    def query_counter(self, connection: Connection) -> Callable[[], int] | None:
+        """Tells how many queries the driver has sent on a caller's connection; none if it does not count them."""
         ...
 
     def aborted(self, connection: Connection, *, in_doubt: bool = False) -> TransactionError | None:

@@ -17,7 +17,7 @@ from outbox.core.landing import Landing
 from outbox.core.listener import Listener
 from outbox.core.message import Message
 from outbox.core.retry import RetryPolicy, as_retry_policy
-from outbox.core.store import Claim, Lease, Leased, Rows, Wanted
+from outbox.core.store import Lease, Leased, Rows, Wanted
 from outbox.core.webhooks import Secrets
 
 
@@ -108,14 +108,6 @@ class UnderLease(Protocol):
 
     @property
     def lease(self) -> Lease: ...
-
-
-@runtime_checkable
-class Claimed(Protocol):
-    """A delivery out of a store's claim, which renews its lease."""
-
-    @property
-    def claim(self) -> Claim: ...
 
 
 @runtime_checkable

@@ -155,6 +155,8 @@ class Call:
 
     async def _awaited(self, values: Any, session: object = None) -> None:
         returned = await self.arguments.call(self._callback, values, session)
+        if returned is None:
+            return
         if inspect.isawaitable(returned):  # a task, or what `gather` makes
             returned = await returned
         what = not_run(returned)
@@ -170,6 +172,8 @@ class Call:
             returned = self.arguments.call(self._callback, values, session)
         except StopIteration as error:
             raise RuntimeError("the listener raised StopIteration") from error  # no future can carry one
+        if returned is None:
+            return
         what = not_run(returned)
         if what is not None:
             if inspect.iscoroutine(returned):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Callable
 from threading import Lock
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -37,7 +38,8 @@ class OwnEnd:
         self.connection: Connection | None = None
         self.is_joined = False  # the session was given the connection, and its owner goes on using it
         self._was_open = False  # the driver has said so
-        self._queries = 0  # that the driver had sent when SQLAlchemy's last statement was over
+        self._count_queries: Callable[[], int] | None = None  # if the driver counts them
+        self._queries = 0  # that it had sent when SQLAlchemy's last statement was over
         self._driver_was_used = False  # by the listener itself: SQLAlchemy has not heard of what failed there
         self.refused: str | None = None  # what the listener tried: SQLAlchemy's objects may be of no use after it
         self.was_cut = False  # the listener cancelled a statement, which costs its connection
@@ -51,7 +53,8 @@ class OwnEnd:
         """From here on the connection is watched."""
         self.connection = connection
         self.is_joined = is_joined(self._session(), connection)
-        self._queries = self._store.queries_on(connection)
+        self._count_queries = self._store.query_counter(connection)
+        self._queries = 0 if self._count_queries is None else self._count_queries()
         _of_connection[connection] = self
         _watch(connection.engine)
 
@@ -74,9 +77,8 @@ class OwnEnd:
         """Refuse a transaction of which COMMIT would not keep everything."""
         if self.refused is not None:
             raise TransactionError(_refusal(self.refused))
-        self.check_ended()
         if self.connection is not None and not self._rolled_back:
-            self._notice_driver(self.connection)
+            self._notice_driver()
             aborted = self._store.aborted(self.connection, in_doubt=self._driver_was_used)
             if aborted is not None:
                 raise aborted
@@ -133,12 +135,11 @@ class OwnEnd:
             return
         if (word := ends_a_transaction(statement)) is not None:
             raise TransactionError(_refusal(f"executed {word}"))
-        self.check_ended()
-        if self.connection is not None:
-            self._notice_driver(self.connection)
+        self._notice_driver()
 
     def after_statement(self, connection: Connection) -> None:
-        self._queries = self._store.queries_on(connection)
+        if self._count_queries is not None:
+            self._queries = self._count_queries()
         if self._was_open:
             return
         state = self._store.state_of(connection)
@@ -149,10 +150,13 @@ class OwnEnd:
             )
         self._was_open = state is TransactionState.OPEN
 
-    def _notice_driver(self, connection: Connection) -> None:
-        if connection.closed or connection.invalidated:
-            return
-        self._driver_was_used = self._driver_was_used or self._store.queries_on(connection) != self._queries
+    def _notice_driver(self) -> None:
+        """Look at the transaction, if the driver was used without SQLAlchemy or cannot tell."""
+        if self._count_queries is not None:
+            if self._count_queries() == self._queries:
+                return
+            self._driver_was_used = True
+        self.check_ended()
 
 
 def ends_a_transaction(statement: str) -> str | None:

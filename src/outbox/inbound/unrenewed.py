@@ -11,7 +11,7 @@ from sqlalchemy import Connection
 from sqlalchemy.util import await_only
 
 from outbox.core.store import Claim, Store
-from outbox.core.transport import Claimed, Delivery
+from outbox.core.transport import Delivery
 from outbox.inbound.batches import Batch
 from outbox.inbound.inbox import NotStarted
 
@@ -44,7 +44,7 @@ class Unrenewed:
 
     def begin(self, connection: Connection) -> None:
         """Called on the connection of the transaction, before anything is sent on it, in whatever thread."""
-        if not isinstance(self._deliveries[0], Claimed):
+        if _claim_of(self._deliveries[0]) is None:
             return
         try:
             if self._store.keeps_snapshot(connection):
@@ -62,8 +62,9 @@ class Unrenewed:
 
     async def _renew(self) -> None:
         for delivery in self._deliveries:
-            if isinstance(delivery, Claimed):
-                self._claims.setdefault(delivery.claim, []).append(delivery.attempt.id)
+            claim = _claim_of(delivery)
+            if claim is not None:
+                self._claims.setdefault(claim, []).append(delivery.attempt.id)
         for claim, ids in self._claims.items():
             await claim.renew_once(ids, self._lease)
 
@@ -74,3 +75,8 @@ class Unrenewed:
             asyncio.run_coroutine_threadsafe(work, self._loop).result()
         else:
             await_only(work)
+
+
+def _claim_of(delivery: Delivery) -> Claim | None:
+    """The claim that renews its lease, if it is out of one."""
+    return getattr(delivery, "claim", None)

@@ -163,8 +163,8 @@ class PostgresqlStore(SqlStore):
     def driver_state_of(self, connection: Connection) -> TransactionState:
         return postgresql_state.state_of(connection)
 
-    def queries_on(self, connection: Connection) -> int:
-        return postgresql_state.queries_on(connection)
+    def query_counter(self, connection: Connection) -> Callable[[], int] | None:
+        return postgresql_state.query_counter(connection)
 
     def is_aborted(self, connection: Connection, *, in_doubt: bool) -> bool:
         return postgresql_state.is_aborted(connection, in_doubt=in_doubt)

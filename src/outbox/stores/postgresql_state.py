@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from sqlalchemy import Connection
@@ -32,10 +33,11 @@ def is_aborted(connection: Connection, *, in_doubt: bool) -> bool:
     return state_of(connection) is TransactionState.ABORTED
 
 
-def queries_on(connection: Connection) -> int:
+def query_counter(connection: Connection) -> Callable[[], int] | None:
     """What asyncpg counts: it tells of queries that SQLAlchemy did not send. Other drivers know the state anyway."""
     driver: Any = connection.connection.driver_connection
-    return getattr(getattr(driver, "_protocol", None), "queries_count", 0)
+    protocol: Any = getattr(driver, "_protocol", None)
+    return (lambda: int(protocol.queries_count)) if hasattr(protocol, "queries_count") else None
 
 
 def _refuses(connection: Connection) -> bool:

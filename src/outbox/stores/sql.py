@@ -309,8 +309,8 @@ class SqlStore(Spelling):
         """What the driver itself says of a connection."""
         return TransactionState.UNKNOWN
 
-    def queries_on(self, connection: Connection) -> int:
-        return 0
+    def query_counter(self, connection: Connection) -> Callable[[], int] | None:
+        return None
 
     def aborted(self, connection: Connection, *, in_doubt: bool = False) -> TransactionError | None:
         if connection.closed or connection.invalidated:
