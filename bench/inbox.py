@@ -53,7 +53,7 @@ def _ours(name: str, listener: str, broker: Broker, database: Database, *options
     settings = {
         "OUTBOX_RABBITMQ_URL": broker.url,
         "OUTBOX_EXCHANGE_NAME": exchange,
-        "OUTBOX_QUEUE_PREFIX": f"{exchange}.",
+        "INBOX_QUEUE": f"{exchange}.inbox",
         **_database(database),
     }
     return OnBroker(name, exchange, (*command, "--log-level", LOG_LEVEL), environment=settings)

@@ -19,6 +19,7 @@ from bench.programs.telling import Telling
 from outbox import listen
 
 CONCURRENCY = 10
+QUEUE = os.environ.get("INBOX_QUEUE", "inbox")
 
 Body = dict[str, int | str]
 
@@ -27,13 +28,13 @@ ROW = text("INSERT INTO inbox_effects (number, padding) VALUES (:number, :paddin
 tell = Telling()
 
 
-@listen("bench.order", queue="inbox", concurrency=CONCURRENCY)
+@listen("bench.order", queue=QUEUE, concurrency=CONCURRENCY)
 async def each(body: Body, session: AsyncSession) -> None:
     await session.execute(ROW, body)
     tell(body)
 
 
-@listen("bench.order", queue="inbox", concurrency=CONCURRENCY, batch=100)
+@listen("bench.order", queue=QUEUE, concurrency=CONCURRENCY, batch=100)
 async def lists(bodies: list[Body], session: AsyncSession) -> None:
     await session.execute(ROW, bodies)
     for body in bodies:

@@ -7,7 +7,8 @@ import re
 import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import closing
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal, NoReturn, Self
 
@@ -36,6 +37,7 @@ TURN = 0.2  # seconds after which a batch lets others have a slot: with each mes
 KEEP_ALIVE = 4.0  # seconds that an idle connection is kept: less than servers do, so that few close under a request
 SHORTEST_SECRET = 6  # characters: what is shorter would be found everywhere
 NOT_YET = float("inf")  # when a request went out that has not
+MOMENT = 0.01  # seconds in which answers are reported together
 AT_ONCE = 1.0  # seconds in which a request is sent again whose connection was closed under it
 
 Mode = Literal["structured", "binary"]
@@ -123,7 +125,8 @@ class HttpTransport:
 
     async def publish_and_report(self, messages: Sequence[Message], report: Report) -> Published:
         batch = _Batch(iter(messages), self._now() + (BATCH_WITHIN - self._timeout).total_seconds(), report)
-        await asyncio.gather(*(self._work(batch) for _ in range(min(self._concurrency, len(messages)))))
+        with closing(batch):
+            await asyncio.gather(*(self._work(batch) for _ in range(min(self._concurrency, len(messages)))))
         # Only now: a request may have failed before another one of its time was answered.
         for silence in batch.silences:
             if self._answered > silence.trial.went_out_at:
@@ -250,24 +253,48 @@ class _Silence:
     error: str
 
 
-@dataclass(slots=True)
 class _Batch:
-    """Messages to post, and what became of them."""
+    """Messages to post, and what became of them. Answers are reported as they come, those of a moment together."""
 
-    messages: Iterator[Message]  # shared by those who post them
-    last_start: float  # by the loop's clock
-    report: Report
-    confirmed: set[str] = field(default_factory=set)
-    refused: dict[str, Refusal] = field(default_factory=dict)
-    silences: list[_Silence] = field(default_factory=list)
+    def __init__(self, messages: Iterator[Message], last_start: float, report: Report) -> None:
+        self.messages = messages  # shared by those who post them
+        self.last_start = last_start  # by the loop's clock
+        self.confirmed: set[str] = set()
+        self.refused: dict[str, Refusal] = {}
+        self.silences: list[_Silence] = []
+        self._tell = report
+        self._untold_confirmed: list[str] = []
+        self._untold_refused: dict[str, Refusal] = {}
+        self._timer: asyncio.TimerHandle | None = None
 
     def confirm(self, id: str) -> None:
         self.confirmed.add(id)
-        self.report(Published(frozenset((id,))))
+        self._untold_confirmed.append(id)
+        if self._timer is None:
+            self._report()
 
     def refuse(self, id: str, refusal: Refusal) -> None:
-        self.refused[id] = refusal
-        self.report(Published(refused={id: refusal}))
+        self.refused[id] = self._untold_refused[id] = refusal
+        if self._timer is None:
+            self._report()
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._tell_untold()
+
+    def _report(self) -> None:
+        """Now, and what comes next a moment later."""
+        told = self._tell_untold()
+        self._timer = asyncio.get_running_loop().call_later(MOMENT, self._report) if told else None
+
+    def _tell_untold(self) -> bool:
+        confirmed, refused = self._untold_confirmed, self._untold_refused
+        if not confirmed and not refused:
+            return False
+        self._untold_confirmed, self._untold_refused = [], {}
+        self._tell(Published(frozenset(confirmed), refused))
+        return True
 
 
 def _described(error: Exception) -> str:
