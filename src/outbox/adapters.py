@@ -111,17 +111,17 @@ def installed_drivers() -> dict[str, list[str]]:
 
 def parse_url(text: str | URL) -> URL:
     """A database URL; an error does not repeat it, because it may hold a password."""
-    if isinstance(text, URL):
-        return text
-    if text.startswith("postgres://"):
-        text = "postgresql" + text.removeprefix("postgres")
     try:
-        return make_url(text)
+        url = text if isinstance(text, URL) else make_url(re.sub("^postgres://", "postgresql://", text))
     except (ArgumentError, ValueError):
         raise ConfigurationError(
             "db_engine_url is not a database URL: write for example postgresql+asyncpg://user:password@host/database "
             "or sqlite+aiosqlite:///orders.db"
         ) from None
+    if url.host is not None and any("@" in part for part in (url.host, url.database or "", *url.query)):
+        # What is behind the first @ of a password would be shown as a host or a database.
+        raise ConfigurationError("db_engine_url has more than one @: in a password write @ as %40")
+    return url
 
 
 def _with_driver(url: URL, drivers: tuple[str, ...]) -> URL:

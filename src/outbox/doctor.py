@@ -57,7 +57,7 @@ async def _broker(outbox: Outbox, listeners: Sequence[Listener], management_url:
         topology.Names(settings.exchange_name, settings.queue_prefix),
         listeners,
         settings.policy("retry_delays"),
-        management_url=management_url,
+        management_url=management_url or settings.rabbitmq_management_url,
     )
     reached = findings[0].level is Level.OK
     return [*findings, *(await _alarm(outbox.transport) if reached else ())]

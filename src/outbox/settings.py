@@ -23,6 +23,7 @@ from outbox.core.message import LARGEST_BODY
 from outbox.core.pace import RestartDelay, check_restart_delay
 from outbox.core.retry import RetryDelays, RetryPolicy, as_retry_policy
 from outbox.core.store import DISCARD
+from outbox.core.urls import check_credentials
 from outbox.core.webhooks import Secrets
 from outbox.stores.tables import LONGEST_SCHEMA, LONGEST_TABLE, check_identifier
 
@@ -130,7 +131,8 @@ class Settings:
     )
     rabbitmq_management_url: str = _option(
         "",
-        "RabbitMQ's management interface, which lists the queues with dead letters: `http://user:password@host:15672`.",
+        "RabbitMQ's management interface, which lists the queues with dead letters: `http://user:password@host:15672`. "
+        "It is asked directly, without a proxy, and redirects are not followed.",
         shown="port 15672 of the broker's host, or 15671 with TLS",
         parse=str,
     )
@@ -276,6 +278,7 @@ class Settings:
             check_restart_delay(self.restart_delay)
         self._check_unroutable()
         self._check_routes()
+        self._check_credentials()
 
     def __repr__(self) -> str:
         """Names only what is safe to show: URLs and engines may hold credentials."""
@@ -337,6 +340,13 @@ class Settings:
         for pattern in routes:
             check_name(pattern, "binding key of routes")
         self._set("routes", routes)
+
+    def _check_credentials(self) -> None:
+        places = {"transport": self.transport, **{f"the route of {key!r}": to for key, to in self.routes.items()}}
+        for name, value in places.items():
+            if isinstance(value, str) and value.startswith(("amqp:", "amqps:")):
+                check_credentials(value, name)
+        check_credentials(self.rabbitmq_management_url, "rabbitmq_management_url")
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)

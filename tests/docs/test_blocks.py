@@ -116,7 +116,8 @@ def run(page: Path, folder: Path, *replacements: str) -> None:
 
 
 def _surroundings() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not name.startswith("OUTBOX_")}
+    kept = {"OUTBOX_TEST_DOWNLOADS"}
+    return {name: value for name, value in os.environ.items() if not name.startswith("OUTBOX_") or name in kept}
 
 
 def _package_root() -> Path:

@@ -59,9 +59,9 @@ class Doctor:
     async def finds(self, listeners: str = "listeners", *, management_url: str = "", url: str = "") -> list[Told]:
         """Its findings, those of versions, drivers and the database left out."""
         named = [f"shop_of_doctor:{listeners}"] if listeners else []
-        arguments = [*named, "--json", "--management-url", management_url or self.management_url]
-        settings = {"OUTBOX_TRANSPORT": url} if url else {}
-        ran = await self.command.run("doctor", *arguments, **settings)
+        settings = {"OUTBOX_RABBITMQ_MANAGEMENT_URL": management_url or self.management_url}
+        settings |= {"OUTBOX_TRANSPORT": url} if url else {}
+        ran = await self.command.run("doctor", *named, "--json", **settings)
         self.code, self.said = ran.code, ran.said
         return [(each["level"], each["subject"], each["what"]) for each in ran.document["findings"]][3:]
 
@@ -240,6 +240,15 @@ async def test_without_listeners_the_broker_alone_is_looked_at(doctor: Doctor) -
     found = await doctor.finds("")
     assert [(level, subject) for level, subject, _ in found] == [("ok", "broker"), ("ok", "exchanges and queues")]
     assert "outbox doctor MODULE:ATTRIBUTE" in found[1][2]
+
+
+async def test_the_management_interface_may_be_named_by_an_option_but_its_password_may_not(doctor: Doctor) -> None:
+    refused = await doctor.command.run("doctor", "--management-url", doctor.management_url)
+    assert (refused.code, refused.stdout, refused.error_lines) == (ExitCode.USAGE, "", 1)
+    assert "set OUTBOX_RABBITMQ_MANAGEMENT_URL instead" in refused.stderr
+    without = doctor.management_url.replace("guest:guest@", "")
+    ran = await doctor.command.run("doctor", "shop_of_doctor:listeners", "--json", "--management-url", without)
+    assert "management" not in {each["subject"] for each in ran.document["findings"]}, "it was not reached"
 
 
 async def test_an_address_that_is_no_url_is_refused(doctor: Doctor) -> None:

@@ -120,7 +120,7 @@ def show_dead_letter(
                 ("died", words.moment(letter.died_at)),
                 ("reason", f"{letter.reason}, after {words.count(letter.attempt_count, 'attempt')}"),
                 *([("crashed", words.count(letter.crash_count, "time"))] if letter.crash_count else []),
-                ("error", letter.error or words.NOTHING),
+                ("error", screen.several_lines(letter.error or words.NOTHING)),
             ]
         ),
     )

@@ -12,7 +12,7 @@ import typer
 from sqlalchemy.exc import ArgumentError
 
 from outbox.cli.secrets import redacted
-from outbox.cli.words import lines
+from outbox.cli.words import indented
 from outbox.core.errors import ConfigurationError, DatabaseSilent, OutboxError, TransportUnavailable
 
 
@@ -71,5 +71,5 @@ def reported() -> Iterator[None]:
 def end(code: ExitCode, line: str) -> None:
     """Say why, and leave."""
     sys.stdout.flush()
-    print(f"error: {lines(redacted(line))}", file=sys.stderr)
+    print(f"error: {indented(redacted(line))}", file=sys.stderr)
     raise typer.Exit(code)

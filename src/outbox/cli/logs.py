@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from outbox.cli.words import lines
+from outbox.cli.words import indented, printable
 
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -27,10 +27,17 @@ LogLevelName = Annotated[LogLevel, typer.Option("--log-level", help="How much to
 
 
 class PrintableFormatter(logging.Formatter):
-    """Routing keys and error texts come from elsewhere: what has no shape of its own is escaped."""
+    """Routing keys, ids and error texts come from elsewhere: none of them begins a line of the log.
+
+    A record is one line, in which what has no shape of its own is escaped, line breaks included. Only its traceback
+    takes further lines, and they are indented.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
-        return lines(super().format(record))
+        return indented(super().format(record))
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - its name in logging
+        return printable(super().formatMessage(record).expandtabs(4))
 
 
 def start_logging(level: LogLevel) -> None:

@@ -121,15 +121,15 @@ def emitted(message: Message, with_body: bool) -> Iterator[Fact]:
     if message.key is not None:
         yield "key", message.key
     if len(message.tracking_ids) > 1:
-        yield "tracking", "\n".join(message.tracking_ids)
+        yield "tracking", screen.several_lines("\n".join(map(words.printable, message.tracking_ids)))
     for name, value in message.headers.items():
-        yield "header", f"{name}: {words.printable(value)}"
+        yield "header", f"{name}: {value}"
     yield "body", f"{words.count(len(message.body), 'byte')}, {message.content_type}"
     if message.expires_at is not None:
         yield "expires", words.moment(message.expires_at)
     if with_body:
         text, encoding = words.body(message.body)
-        yield "" if encoding == "text" else encoding, text
+        yield "" if encoding == "text" else encoding, screen.several_lines(text)
 
 
 def _walk(place: StoredMessage) -> Iterator[Fact]:
@@ -149,7 +149,7 @@ def _walk(place: StoredMessage) -> Iterator[Fact]:
         yield "leased", f"until {words.moment(place.leased_until)}"
     yield "now", _now(place)
     if place.error:
-        yield "error", place.error
+        yield "error", screen.several_lines(place.error)
 
 
 def attempt_fact(line: str) -> Fact:

@@ -58,13 +58,20 @@ def table(
 
 
 def facts(pairs: Iterable[tuple[str, object]], indent: int = 2) -> Padding:
-    """Labels with what they name, one below the other."""
+    """Labels with what they name, one below the other, each on a line of its own unless it is `several_lines`."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(no_wrap=True, style="dim")
     grid.add_column(overflow="fold")
     for label, value in pairs:
-        grid.add_row(label, Text(words.lines(str(value))))
+        grid.add_row(
+            Text(words.printable(label)), value if isinstance(value, Text) else Text(words.printable(str(value)))
+        )
     return Padding(grid, (0, 0, 0, indent), expand=False)
+
+
+def several_lines(text: str) -> Text:
+    """A fact that may have line breaks: an error, a body."""
+    return Text(words.lines(text))
 
 
 def heading(text: str) -> Text:

@@ -12,7 +12,9 @@ HIDDEN = "***"
 EXAMPLE = "user:password@"  # nobody's: it stands in our own advice
 
 _USER_INFORMATION = re.compile(r"(?<=://)[^\s/@\"']*:[^\s\"']*@")  # to the last @: a password may hold others
-_NAMES = re.compile(r"password|passwd|secret|token", re.IGNORECASE)
+_NAMES = re.compile(r"password|passwd|secret|token|key|signature|^sig$", re.IGNORECASE)
+_URL = re.compile(r"[A-Za-z][\w+.-]*://[^\s\"'<>]+")  # routes hold several, in JSON
+_ENDS = re.compile(r"[@/?#:]")  # what ends a password too early if it is not quoted
 
 
 def redacted(text: str) -> str:
@@ -28,7 +30,7 @@ def _known() -> set[str]:
     found: set[str] = set()
     for name, value in os.environ.items():
         if name.startswith(PREFIX) and "://" in value:
-            found.update(_of(value))
+            found.update(*map(_of, _URL.findall(value)))
         elif name.startswith(PREFIX) and name.endswith("SECRETS"):
             found.update(re.split(r"[\s,]+", value))
     # A very short one would turn ordinary words into stars and so tell where it stands.
@@ -36,10 +38,12 @@ def _known() -> set[str]:
 
 
 def _of(url: str) -> set[str]:
+    """The password of a URL, and its parts where it was not quoted and may have been cut."""
     try:
         parts = urlsplit(url)
     except ValueError:
         return set()
-    written = parts.netloc.rpartition("@")[0].partition(":")[2]
+    before = url.partition("://")[2].rpartition("@")[0] if "@" in parts.path else parts.netloc.rpartition("@")[0]
+    written = before.partition(":")[2]
     queried = [value for name, value in parse_qsl(parts.query) if _NAMES.search(name)]
-    return {secret for secret in (written, unquote(written), *queried) if secret}
+    return {secret for secret in (written, unquote(written), *_ENDS.split(written), *queried) if secret}

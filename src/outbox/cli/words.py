@@ -6,25 +6,26 @@ import base64
 from datetime import UTC, datetime, timedelta
 
 from outbox.core import durations
+from outbox.core.printing import printable
 
 NOTHING = "-"
 
-
-def printable(text: str) -> str:
-    """The text with everything that has no shape of its own written as an escape: `\\x1b`, `\\u202e`."""
-    if text.isprintable():
-        return text
-    return "".join(character if character.isprintable() else _escape(character) for character in text)
+__all__ = ["NOTHING", "body", "count", "duration", "first_line", "indented", "lines", "moment", "printable"]
 
 
 def lines(text: str) -> str:
-    """The same for text of several lines, which stay several."""
-    return "\n".join(printable(line.expandtabs(4)) for line in text.rstrip().splitlines())
+    """Text of several lines, which stay several. Only a line feed ends one: what else might is escaped."""
+    return "\n".join(printable(line.expandtabs(4)) for line in text.rstrip().replace("\r\n", "\n").split("\n"))
+
+
+def indented(text: str) -> str:
+    """The same with all lines but the first indented, so that none of them looks like one of the program's own."""
+    return lines(text).replace("\n", "\n  ")
 
 
 def first_line(text: str) -> str:
     """What fits in a table."""
-    return printable(next(iter(text.strip().splitlines()), ""))
+    return printable(text.strip().partition("\n")[0].rstrip())
 
 
 def moment(value: datetime) -> str:
@@ -47,7 +48,3 @@ def body(value: bytes) -> tuple[str, str]:
         return value.decode(), "text"
     except UnicodeDecodeError:
         return base64.b64encode(value).decode(), "base64"
-
-
-def _escape(character: str) -> str:
-    return character.encode("unicode_escape", errors="surrogatepass").decode()

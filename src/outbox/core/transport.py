@@ -38,7 +38,7 @@ class Defaults:
 
     exchange_name: str = "outbox"
     queue_prefix: str = ""
-    management_url: str = ""
+    management_url: str = field(default="", repr=False)  # it may hold a password
     source: str = "/outbox"
     webhook_secrets: Secrets | None = None
     retry_policy: RetryPolicy = field(default_factory=lambda: as_retry_policy((1, 10, 60, 300)))

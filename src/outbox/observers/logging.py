@@ -29,8 +29,19 @@ from outbox.core.events import (
     Troubled,
     Unroutable,
 )
+from outbox.core.printing import printable
 
 logger = logging.getLogger("outbox")
+
+
+def _escape_arguments(record: logging.LogRecord) -> bool:
+    """Keep line breaks, marks of direction and the like out of a record: ids and keys may be a stranger's."""
+    if isinstance(record.args, tuple):
+        record.args = tuple(printable(each) if isinstance(each, str) else each for each in record.args)
+    return True
+
+
+logger.addFilter(_escape_arguments)
 
 
 class LoggingObserver:
@@ -185,4 +196,4 @@ def _place(destination: str | None) -> str:
 
 
 def _first_line(text: str) -> str:
-    return "".join(each if each.isprintable() else "�" for each in text.split("\n", 1)[0][:500])
+    return text.partition("\n")[0][:500]

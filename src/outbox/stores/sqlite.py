@@ -50,7 +50,7 @@ from outbox.stores.failures import nothing_is_kept
 from outbox.stores.qualified import qualified
 from outbox.stores.sql import SqlStore
 from outbox.stores.sqlite_check import SqliteCheck
-from outbox.stores.sqlite_files import files, notice_replacement
+from outbox.stores.sqlite_files import files, make_private, notice_replacement
 from outbox.stores.sqlite_path import OwnFile
 from outbox.stores.tables import Tables
 from outbox.stores.turns import Turn, Turns
@@ -448,6 +448,7 @@ async def _busy_timeout(engine: AsyncEngine) -> int:
 
 def _untouched(url: URL, work: Callable[[Connection], Result]) -> Result:
     """Run work on a connection that does not even switch the file's journal."""
+    make_private(url)
     engine = create_engine(url.set(drivername="sqlite"), poolclass=NullPool, connect_args={"timeout": BUSY_TIMEOUT})
     with engine.connect() as connection:
         connection.exec_driver_sql("PRAGMA query_only = ON")

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
-from sqlalchemy import Connection, Engine, event
+from sqlalchemy import URL, Connection, Engine, event
 
 from outbox.core.errors import DatabaseReplaced, ForkRefused
 from outbox.core.forks import forget_after_fork
@@ -25,8 +27,9 @@ class _Files:
 
     def watch(self, engine: Engine) -> None:
         """Count an engine's connections, and let it open none that would be unsafe."""
-        file = os.path.realpath(engine.url.database or "")
+        url, file = engine.url, os.path.realpath(engine.url.database or "")
         event.listen(engine, "do_connect", lambda *_: self.check(file))
+        event.listen(engine, "do_connect", lambda *_: make_private(url))
         event.listen(engine, "connect", lambda *_: self._open.update({file: 1}))
         event.listen(engine, "close", lambda *_: self._open.subtract({file: 1}))
 
@@ -44,6 +47,21 @@ class _Files:
 
 files = _Files()
 forget_after_fork(files)
+
+
+def make_private(url: URL) -> None:
+    """Make the file that a connection would make, for this user alone: messages are in it. One that is there stays.
+
+    SQLite gives the files beside it the same mode.
+    """
+    name = url.database or ""
+    if name.startswith("file:"):
+        made_by_connecting = url.query.get("mode", "rwc") == "rwc" and not name.startswith("file://")
+        name = unquote(name.removeprefix("file:")) if made_by_connecting else ""
+    if name:
+        with suppress(OSError):  # it exists, or SQLite says better what is wrong
+            os.close(os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+
 
 _FILE = "outbox file"  # in what SQLAlchemy keeps about a connection: the path, and which file was there
 

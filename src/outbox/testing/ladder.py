@@ -9,7 +9,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -19,6 +19,8 @@ from pathlib import Path
 from outbox.core.errors import OutboxError
 from outbox.testing import debian
 from outbox.testing.programs import Programs, account
+
+DOWNLOADS = "OUTBOX_TEST_DOWNLOADS"  # 1: what this machine lacks may be downloaded
 
 
 class ServerMissing(OutboxError):
@@ -75,11 +77,11 @@ def from_wheel(distribution: str, *names: str, folders: str) -> Rung:
 
 
 def from_debian(*packages: str, folders: str) -> Rung:
-    """Programs of Debian packages, fetched once and unpacked into a cache; nothing is installed."""
+    """Programs of Debian packages, fetched once if that is allowed, and unpacked into a cache; none is installed."""
 
     def rung() -> Programs | Absent:
         try:
-            root = kept(f"debian-{_release()}-{'-'.join(packages)}", partial(debian.unpack, packages))
+            root = kept(f"debian-{_release()}-{'-'.join(packages)}", partial(_unpack, packages))
         except (debian.PackagesUnavailable, OSError) as error:
             return Absent(f"Debian packages: {error}")
         for folder in _newest_first(root, folders):
@@ -87,6 +89,13 @@ def from_debian(*packages: str, folders: str) -> Rung:
         return Absent(f"Debian packages: {', '.join(packages)} unpacked in {root} have no {folders}")
 
     return rung
+
+
+def _unpack(packages: Sequence[str], folder: Path) -> None:
+    if os.environ.get(DOWNLOADS) != "1":
+        named = ", ".join(packages)
+        raise debian.PackagesUnavailable(f"{named} would have to be downloaded: set {DOWNLOADS}=1 to allow that")
+    debian.unpack(packages, folder)
 
 
 def kept(name: str, make: Callable[[Path], None]) -> Path:

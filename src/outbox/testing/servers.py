@@ -5,7 +5,8 @@ The first rung of the ladder that holds is taken:
 1. a server that an environment variable names, such as OUTBOX_TEST_POSTGRESQL_URL;
 2. a private one from programs installed on this machine;
 3. a private one from programs that a wheel carries;
-4. a private one from Debian packages, unpacked in a cache without root;
+4. a private one from Debian packages, unpacked in a cache without root; with OUTBOX_TEST_DOWNLOADS=1 they are
+   downloaded if they are not there yet;
 5. ServerMissing, which tells what was tried and what to install.
 
     with postgresql() as server:            # by the ladder
@@ -21,7 +22,8 @@ The first rung of the ladder that holds is taken:
     with rabbitmq() as broker:              # by the ladder, like RabbitMQ() always private
         connect(broker.url)
 
-`python -m outbox.testing.servers postgresql` runs one until Ctrl-C, as does `rabbitmq`.
+`python -m outbox.testing.servers postgresql` runs one until Ctrl-C, as does `rabbitmq`; with `--download` it may
+download packages.
 """
 
 import argparse
@@ -34,7 +36,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol
 from urllib.parse import unquote, urlsplit
 
-from outbox.testing.ladder import Rung, ServerMissing, find, from_debian, from_wheel, installed
+from outbox.testing.ladder import DOWNLOADS, Rung, ServerMissing, find, from_debian, from_wheel, installed
 from outbox.testing.private_server import PrivateServer
 from outbox.testing.programs import ServerFailed, account
 from outbox.testing.rabbitmq import RabbitMQ
@@ -247,7 +249,11 @@ def main() -> None:
     """Run one server until Ctrl-C."""
     parser = argparse.ArgumentParser(prog="python -m outbox.testing.servers", description=main.__doc__)
     parser.add_argument("server", choices=SERVERS)
-    chosen = SERVERS[parser.parse_args().server]
+    parser.add_argument("--download", action="store_true", help="download Debian packages if there is no other way")
+    arguments = parser.parse_args()
+    if arguments.download:
+        os.environ[DOWNLOADS] = "1"
+    chosen = SERVERS[arguments.server]
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends like Ctrl-C
     try:
         with chosen() as server:

@@ -18,6 +18,7 @@ from outbox.core.events import Advised
 from outbox.core.listener import Listener
 from outbox.core.message import Message
 from outbox.core.transport import Defaults, Features, Published, Refusal, Trouble
+from outbox.core.urls import check_credentials
 from outbox.transports.rabbitmq.carrying import Courier
 from outbox.transports.rabbitmq.channels import Lost, Wire
 from outbox.transports.rabbitmq.confirms import Answer, Outgoing
@@ -280,6 +281,7 @@ async def _unknown() -> str | None:
 
 def _parsed(text: str | URL) -> URL:
     """An error does not repeat the URL: it may hold a password."""
+    check_credentials(str(text), "rabbitmq_url")
     try:
         url = URL(text)
         port = url.port

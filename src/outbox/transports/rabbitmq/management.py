@@ -7,20 +7,21 @@ import base64
 import json
 import ssl
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
-from http.client import HTTPException
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any
-from urllib.error import HTTPError
 from urllib.parse import quote, unquote, urlsplit
-from urllib.request import Request, urlopen
 
 from yarl import URL
 
 from outbox.core.errors import ConfigurationError
+from outbox.core.urls import check_credentials
 from outbox.transports.rabbitmq.topology import Names, QueueBinding
 
 PORT, SECURE_PORT = 15672, 15671  # where it listens unless it was told otherwise
 PATIENCE = 10.0  # seconds for an answer
+OK = 200
 
 _MEANING = {
     401: "it does not know this user, or the user has no `management` tag",
@@ -90,22 +91,41 @@ def management_url_of(broker_url: str) -> str:
 
 
 def _ask(address: str, path: str, user: str, authority: str | None) -> Any:
+    """Ask that very server. What is sent holds the broker's password: no redirect is followed, no proxy is used."""
+    check_credentials(address, "the management interface's URL")
     url = urlsplit(address)
     if url.scheme not in ("http", "https") or not url.hostname:
         raise ConfigurationError("the management interface's URL begins with http:// or https:// and names a host")
-    place = url._replace(netloc=url.netloc.rpartition("@")[2], path=f"{url.path.rstrip('/')}/api/{path}", query="")
     token = base64.b64encode(user.encode()).decode()
-    request = Request(place.geturl(), headers={"Authorization": f"Basic {token}"})  # noqa: S310 - http or https
     try:
-        context = ssl.create_default_context(cafile=authority) if url.scheme == "https" else None
-        with urlopen(request, timeout=PATIENCE, context=context) as answer:  # noqa: S310
-            return json.load(answer)
-    except HTTPError as error:
-        raise ManagementAway(f"{error.code}, {_MEANING.get(error.code, error.reason)}") from None
-    except (OSError, HTTPException, ssl.SSLError) as error:
-        raise ManagementAway(str(getattr(error, "reason", error)) or type(error).__name__) from None
-    except ValueError:
+        connection = _connection(url.scheme, url.hostname, url.port, authority)
+        with closing(connection):
+            connection.request("GET", f"{url.path.rstrip('/')}/api/{path}", headers={"Authorization": f"Basic {token}"})
+            with connection.getresponse() as answer:
+                if answer.status != OK:
+                    raise ManagementAway(f"{answer.status}, {_meaning(answer.status, answer.reason)}")
+                content = answer.read()
+    except (OSError, HTTPException, ValueError) as error:
+        raise ManagementAway(str(error) or type(error).__name__) from None
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError):
         raise ManagementAway("its answer is no JSON") from None
+
+
+def _connection(scheme: str, host: str, port: int | None, authority: str | None) -> HTTPConnection:
+    if scheme == "http":
+        return HTTPConnection(host, port, timeout=PATIENCE)
+    return HTTPSConnection(host, port, timeout=PATIENCE, context=ssl.create_default_context(cafile=authority))
+
+
+def _meaning(status: int, reason: str) -> str:
+    if 300 <= status < 400:
+        return (
+            "it redirects, and no redirect is followed, because the request holds the broker's password: name the "
+            "address to which it leads"
+        )
+    return _MEANING.get(status, reason)
 
 
 def _user(address: str) -> str:

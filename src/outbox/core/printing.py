@@ -1,0 +1,26 @@
+"""Printing: text that a stranger may have written, as one line that neither breaks nor steers what shows it."""
+
+from __future__ import annotations
+
+import re
+
+# What Python calls printable although it has no shape of its own: joiners, fillers and variation selectors.
+_INVISIBLE = re.compile(
+    "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180d\u180f\u2800\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]"
+)
+
+
+def printable(text: str) -> str:
+    """The text with everything that has no shape of its own written as an escape: `\\n`, `\\x1b`, `\\u202e`.
+
+    Line breaks of every kind are among it, and so are marks of direction and characters of no width.
+    """
+    if text.isprintable() and (text.isascii() or not _INVISIBLE.search(text)):
+        return text
+    return "".join(map(_shown, text))
+
+
+def _shown(character: str) -> str:
+    if character.isprintable() and not _INVISIBLE.match(character):
+        return character
+    return character.encode("unicode_escape", errors="surrogatepass").decode()
