@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import socket
 import ssl
+import tomllib
 from collections.abc import AsyncIterator
 from ipaddress import ip_address, ip_network
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -443,3 +445,10 @@ async def test_tls_is_verified_unless_a_context_says_otherwise() -> None:
         assert isinstance(connector, aiohttp.TCPConnector)
         assert connector._ssl is True if expected is True else isinstance(connector._ssl, ssl.SSLContext)
         await transport.close()
+
+
+def test_versions_of_aiohttp_that_read_headers_without_end_are_not_allowed() -> None:
+    """Before 3.13.4 an answer whose headers never end takes gigabytes before its time is over."""
+    with Path(__file__).parents[2].joinpath("pyproject.toml").open("rb") as file:
+        [bound] = tomllib.load(file)["project"]["optional-dependencies"]["http"]
+    assert bound == "aiohttp>=3.13.4,<4"

@@ -156,6 +156,7 @@ SILENCES: dict[str, Behaviour] = {
     "half a status": garbage(b"HTTP/1.1 20"),
     "half a header": garbage(b"HTTP/1.1 200 OK\r\ncontent-len"),
     "endless headers": garbage(b"HTTP/1.1 200 OK\r\nx: " + b"y" * 1_000_000),
+    "headers without end": garbage(b"HTTP/1.1 200 OK\r\n" + b"x: y\r\n" * 200_000),
 }
 
 

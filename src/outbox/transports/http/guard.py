@@ -73,8 +73,8 @@ def check_url(text: str) -> URL:
         raise UrlRefused("a URL from a user is ASCII without spaces and backslashes; write other hosts as xn--…")
     try:
         url = URL(text)
-        host, port = url.raw_host or "", url.port
-    except ValueError:
+        host, port, _ = url.raw_host or "", url.port, url.host  # which errors show, and not every one can be decoded
+    except (ValueError, IndexError):  # yarl raises the latter for some brackets
         raise UrlRefused("this is no URL: write for example https://example.com/webhooks") from None
     if url.scheme != "https":
         raise UrlRefused("a URL from a user begins with https://")

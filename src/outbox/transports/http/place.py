@@ -47,10 +47,10 @@ class Place:
 def _parsed(text: str) -> URL:
     try:
         url = URL(text)
-        port = url.port
-    except (TypeError, ValueError):
-        url, port = URL(""), None
-    if url.scheme not in ("http", "https") or not url.host or not port:
+        host, port = url.host, url.port
+    except (TypeError, ValueError, IndexError):  # yarl raises the last for some brackets
+        url, host, port = URL(""), None, None
+    if url.scheme not in ("http", "https") or not host or not port:
         raise ConfigurationError("no URL of a destination: write for example https://example.com/events")
     return url
 
