@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from datetime import timedelta
 from functools import cached_property, partial
@@ -30,6 +30,7 @@ from outbox.core.webhooks import AnySecrets
 from outbox.engines import Engines
 from outbox.inbound.http.app import HttpApp
 from outbox.inbound.http.intake import Intake
+from outbox.inbound.http.request import MODES, Mode
 from outbox.inbound.http.terms import REQUIRED, Required, Terms
 from outbox.inbound.inbox import Memory
 from outbox.inbound.receiving import Receiver, Unwanted
@@ -377,12 +378,14 @@ class Outbox:
         max_request_size: int | None = None,
         most_at_once: int = 100,
         timeout: Seconds = 15,
+        modes: Collection[Mode] = MODES,
     ) -> HttpApp:
         """An ASGI application that stores CloudEvents and signed webhooks for listeners, and answers when it has.
 
         Its lifespan is a worker that handles what was stored; a mounted one has `async with app.running():` instead.
         Whoever has no `secrets` and wants none says so with None. A request has at most `max_request_size` bytes (twice
-        `max_body_size` and 256 KiB unless it is set), and `timeout` to arrive, and to be stored.
+        `max_body_size` and 256 KiB unless it is set), and `timeout` to arrive, and to be stored. Of its `modes`, which
+        are "structured" and "binary" CloudEvents and any other "webhook", the first one has everything signed.
         """
         check_listeners(listeners)
         self.engines.check()  # what cannot work is said here, not at the first request
@@ -392,6 +395,7 @@ class Outbox:
             max_request_size,
             most_at_once,
             timeout,
+            modes,
             max_body_size=settings.max_body_size,
             inbox_retention=settings.inbox_retention,
         )
@@ -405,7 +409,7 @@ class Outbox:
             observe=self._observe,
         )
         working = partial(self._working_off, listeners)
-        return HttpApp(intake, terms.most_at_once, working, self._close_after_last, self._observe)
+        return HttpApp(intake, working, self._close_after_last, self._observe)
 
     def _working_off(self, listeners: Sequence[Listener]) -> AbstractAsyncContextManager[None]:
         """Serve what was stored for listeners, whatever the transport for what is emitted here."""

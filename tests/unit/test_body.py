@@ -226,6 +226,11 @@ def test_what_is_no_strict_json_arrives_as_bytes_where_nothing_is_annotated(body
         (int, b"1 2"),
         (int, b"9" * 5000),
         (float, b"NaN1"),
+        (float, b"NaN"),
+        (float, b" -Infinity"),
+        (dict, b'{"a":[NaN]}'),
+        (list[Any], b'[["NaN",Infinity]]'),
+        (Item, b'{"name":"pen","further":Infinity}'),
         (str, b'"\\ud800"'),
         (Line, b'{"id":null}'),
         (Order, b'{"id":1}'),
@@ -237,6 +242,11 @@ def test_what_is_no_strict_json_arrives_as_bytes_where_nothing_is_annotated(body
 def test_a_body_that_is_not_what_the_annotation_says_is_undecodable(annotation: Any, body: bytes) -> None:
     with pytest.raises(Undecodable, match="not a valid"):
         decoder(annotation)(body)
+
+
+def test_a_text_may_speak_of_what_is_no_number() -> None:
+    assert decoder(dict)(b'{"NaN":"Infinity"}') == {"NaN": "Infinity"}
+    assert decoder(Item)(b'{"name":"-Infinity"}').name == "-Infinity"
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from outbox.core.message import check, check_message_ids
 from outbox.inbound.http.answer import Declined
-from outbox.inbound.http.reading import as_messages, inbox_id
-from outbox.inbound.http.request import Request, read
+from outbox.inbound.http.bodies import Bodies
+from outbox.inbound.http.reading import inbox_id, read
+from outbox.inbound.http.request import Request, head_of
 from outbox.inbound.http.terms import largest_request
 
 TEXTS = st.text(max_size=20)
@@ -37,6 +38,10 @@ def test_where_a_source_ends_is_not_a_matter_of_opinion(pair: tuple[str, str]) -
     assert inbox_id("event", *pair) != inbox_id("event", "a", "bc")
 
 
+def bodies(within: float = 60) -> Bodies:
+    return Bodies(largest=100, most_at_once=2, within=within)
+
+
 async def request_to(path: str, root_path: str | None = None, **changes: Any) -> Request:
     scope = {"type": "http", "method": "POST", "path": path, "headers": [], **changes}
     if root_path is not None:
@@ -45,7 +50,8 @@ async def request_to(path: str, root_path: str | None = None, **changes: Any) ->
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": b"{}"}
 
-    return await read(scope, receive, largest=100, within=60)
+    head = head_of(scope, 100)
+    return Request(head.endpoint, head.path, head.headers, await bodies().read(scope, receive))
 
 
 @pytest.mark.parametrize(
@@ -108,7 +114,7 @@ async def test_later_versions_of_http_are_not_told_to_close_their_connection() -
     for version, told in (("1.1", True), ("2", False), ("3", False)):
         scope = {"method": "POST", "path": "/", "headers": [], "http_version": version}
         with pytest.raises(Declined) as declined:
-            await read(scope, receive, largest=100, within=60)
+            await bodies().read(scope, receive)
         assert ("connection" in declined.value.answer.headers) is told
 
 
@@ -151,7 +157,7 @@ KINDS = st.sampled_from(
 def test_whatever_strangers_send_is_read_or_declined(headers: Any, kind: str, body: bytes, path: str) -> None:
     request = Request(f"/{path}", path, {**headers, "content-type": kind}, body)
     try:
-        messages = as_messages(request, headers.get("webhook-id"), 100)
+        messages = read(request, headers.get("webhook-id"), 100).messages
     except Declined as declined:
         assert declined.answer.status in (400, 413, 415)
         assert declined.answer.line
@@ -163,7 +169,7 @@ def test_whatever_strangers_send_is_read_or_declined(headers: Any, kind: str, bo
 
 def test_the_trace_of_a_webhook_goes_on_with_its_message() -> None:
     headers = {"content-type": "application/vnd.x+json; charset=utf-8", "traceparent": "00-a-b-01", "cookie": "secret"}
-    [message] = as_messages(Request("/k", "k", headers, b"{}"), "msg_1", 100)
+    [message] = read(Request("/k", "k", headers, b"{}"), "msg_1", 100).messages
     assert message.headers == {"webhook-id": "msg_1", "traceparent": "00-a-b-01"}
     assert message.content_type == headers["content-type"]
 

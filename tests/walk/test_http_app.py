@@ -17,6 +17,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 import outbox as library
 from outbox import NEVER, ConfigurationError, Listener, Message, Outbox
+from outbox.core.cloudevents import MOST_EVENTS
 from outbox.core.events import Advised, Received, RequestDeclined, Troubled
 from outbox.inbound.http.app import HttpApp
 from outbox.testing.draining import drain
@@ -430,6 +431,18 @@ async def test_a_request_that_does_not_say_how_large_it_is_is_counted_while_it_i
     assert arrivals.empty()
 
 
+@one_database
+async def test_more_events_than_are_read_at_once_are_declined_with_413(
+    outbox: Outbox, listener: Listener, arrivals: Arrivals
+) -> None:
+    async with serving(outbox.http_app([listener], secrets=None), lifespan="off") as sender:
+        events = [attributes(str(id)) for id in range(MOST_EVENTS + 1)]
+        answered = await sender.post(*batched(*events))
+        assert (answered.status, f"at most {MOST_EVENTS} events" in answered.line) == (413, True)
+        await nothing_is_stored(outbox, arrivals)
+        assert (await sender.post(*batched(*events[:-1]))).is_taken
+
+
 async def test_a_body_beyond_max_body_size_is_declined_and_the_largest_one_is_taken(
     make_outbox: MakeOutbox, listener: Listener, arrivals: Arrivals
 ) -> None:
@@ -484,20 +497,18 @@ async def test_a_length_that_is_none_reaches_nobody(sender: Sender, outbox: Outb
 
 
 async def test_more_requests_at_once_than_are_wanted_are_told_to_come_again(
-    outbox: Outbox, listener: Listener, arrivals: Arrivals
+    outbox: Outbox, make_outbox: MakeOutbox, listener: Listener, arrivals: Arrivals
 ) -> None:
     app = outbox.http_app([listener], secrets=None, most_at_once=2)
-    headers, body = structured()
-    async with serving(app) as sender, sender.connection() as (one, first), sender.connection() as (_, second):
-        for writer in (first, second):
-            writer.write(head(headers, length=len(body)) + body[:-1])
-        await eventually(lambda: app._under_way == 2)
-        answered = await sender.post(*structured(id="2"))
-        assert (answered.status, answered.headers["retry-after"]) == (503, "1")
-        first.write(body[-1:])
-        assert (await answer(one)).is_taken
+    async with serving(app) as sender:
+        async with held(make_outbox()):
+            sending = [asyncio.ensure_future(sender.post(*structured(id, id=str(id)))) for id in range(2)]
+            await eventually(lambda: app._intake._storing == 2)
+            answered = await sender.post(*structured(2, id="2"))
+            assert (answered.status, answered.headers["retry-after"]) == (503, "1")
+        assert {each.status for each in await asyncio.gather(*sending)} == {202}
         assert (await sender.post(*structured(2, id="2"))).is_taken, "there is room again"
-        assert {(await arrival(arrivals))[0], (await arrival(arrivals))[0]} == {1, 2}
+        assert {(await arrival(arrivals))[0] for _ in range(3)} == {0, 1, 2}
 
 
 # The database.
@@ -784,6 +795,9 @@ async def test_a_request_is_known_for_as_long_as_its_signature_is_valid(
         ({"secrets": None, "most_at_once": "9"}, "most_at_once"),
         ({"secrets": None, "timeout": 0}, "timeout"),
         ({"secrets": None, "timeout": "5"}, "timeout"),
+        ({"secrets": None, "modes": ()}, "modes"),
+        ({"secrets": None, "modes": "binary"}, "modes"),
+        ({"secrets": None, "modes": ["plain"]}, "modes"),
     ],
 )
 async def test_options_that_cannot_work_are_refused(

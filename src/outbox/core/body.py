@@ -55,6 +55,7 @@ def decoder(annotation: Any) -> Decoder:
         raise ConfigurationError(f"a body cannot be made into {annotation!r}: {error}") from error
 
     def decode(body: bytes) -> Any:
+        _check_constants(body)
         try:
             return validate(body)
         except ValidationError as error:
@@ -76,6 +77,15 @@ def _encode_model(model: BaseModel) -> bytes:
 
 def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is no JSON")
+
+
+def _check_constants(body: bytes) -> None:
+    """Pydantic reads NaN and infinities, which are no JSON: no number that a listener would expect."""
+    if b"NaN" in body or b"Infinity" in body:
+        try:
+            json.loads(body, parse_constant=_refuse)
+        except (ValueError, RecursionError) as error:
+            raise Undecodable(f"not a valid JSON: {str(error)[:200]}") from None
 
 
 def _dumps(value: object) -> bytes:

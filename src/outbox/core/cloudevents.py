@@ -19,7 +19,7 @@ from urllib.parse import quote, unquote, unquote_to_bytes
 
 from pydantic_core import from_json
 
-from outbox.core.errors import CloudEventInvalid, CloudEventUnsupported, named
+from outbox.core.errors import CloudEventInvalid, CloudEventUnsupported, TooManyEvents, named
 from outbox.core.message import BYTES, JSON, Message
 
 STRUCTURED: Final = "application/cloudevents+json"
@@ -32,6 +32,8 @@ TRACKING_IDS: Final = "outboxtrackingids"
 DUE: Final = "outboxduetime"
 HEADERS: Final = "outboxheaders"  # headers that are no extensions: a JSON object
 EXPIRES: Final = "expirytime"  # CloudEvents' own extension
+
+MOST_EVENTS: Final = 1000  # in one request: they are read, and stored, without a pause
 
 _VERSION = "1.0"
 _REQUIRED = ("specversion", "id", "source", "type")
@@ -145,9 +147,17 @@ def _refuse(constant: str) -> None:
 
 def is_cloud_event(headers: Mapping[str, str]) -> bool:
     """Whether a request says that it holds one or more; names of headers in lower case."""
-    return "ce-specversion" in headers or _media_type(headers.get("content-type", "")).startswith(
-        "application/cloudevents"
-    )
+    return is_structured(headers) or "ce-specversion" in headers
+
+
+def is_structured(headers: Mapping[str, str]) -> bool:
+    """Whether the whole event, or several, are in the body."""
+    return _media_type(headers.get("content-type", "")).startswith("application/cloudevents")
+
+
+def binary_id(headers: Mapping[str, str]) -> str:
+    """The id of an event in binary mode; raises CloudEventInvalid."""
+    return _unescaped("ce-id", headers.get("ce-id", ""))
 
 
 def parse(headers: Mapping[str, str], body: bytes) -> list[Received]:
@@ -196,6 +206,8 @@ class _Reader:
         if not self._found("]"):
             events.append(self._event())
             while self._found(","):
+                if len(events) == MOST_EVENTS:
+                    raise TooManyEvents(f"a request has at most {MOST_EVENTS} events here: send the others in another")
                 events.append(self._event())
             self._expect("]")
         self._end()

@@ -18,7 +18,8 @@ OutboxError
 │   ├── TimerIdInvalid
 │   ├── MessageIdInvalid
 │   └── CloudEventInvalid       a request from outside holds no CloudEvent
-│       └── CloudEventUnsupported   it may be one, in a format that is not read here
+│       ├── CloudEventUnsupported   it may be one, in a format that is not read here
+│       └── TooManyEvents       it holds more of them than are read at once
 ├── SignatureInvalid            nobody who knows the secret signed this webhook just now
 ├── TransactionError            the caller's transaction cannot take the message
 │   ├── SnapshotConflict        SQLite: it read before it wrote, and somebody else wrote meanwhile
@@ -129,6 +130,10 @@ class CloudEventInvalid(MessageError):
 
 class CloudEventUnsupported(CloudEventInvalid):
     """A request from outside holds events in a format or charset that is not read here."""
+
+
+class TooManyEvents(CloudEventInvalid):
+    """A request from outside holds more events than are read at once."""
 
 
 class SignatureInvalid(OutboxError):

@@ -135,11 +135,20 @@ class Routing:
 
 
 @dataclass(frozen=True, slots=True)
+class Seal:
+    """By what a request is known, and how it was read: its messages are stored only if it never was in another way."""
+
+    marks: tuple[str, ...]
+    reading: str
+
+
+@dataclass(frozen=True, slots=True)
 class Receipt:
     """What became of messages for a queue, by their ids. One in neither was there before."""
 
     stored: frozenset[str] = frozenset()
     refused: Mapping[str, str] = field(default_factory=dict)  # the database cannot hold it, and why
+    broken: frozenset[Seal] = frozenset()  # if there are any, nothing was stored: try again without their messages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -415,7 +424,9 @@ class Store(Feed, Protocol):
         """Store messages, by their ids, straight in the queues named."""
         ...
 
-    async def receive(self, queue: str, messages: Sequence[Message], *, also: str | None = None) -> Receipt:
+    async def receive(
+        self, queue: str, messages: Sequence[Message], *, also: str | None = None, seals: Sequence[Seal] = ()
+    ) -> Receipt:
         """Store those messages in a queue that were not there before, by their ids, all in one transaction.
 
         One that the database cannot hold fails alone. If this raises, whether anything was stored is unknown: storing

@@ -6,7 +6,8 @@ import binascii
 import hmac
 import re
 from base64 import b64decode, b64encode
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final
 from urllib.parse import quote
@@ -52,7 +53,20 @@ class Secrets:
 
     def signatures(self, content: bytes) -> list[str]:
         """One for each key, the newest first if they were given so."""
-        return [_VERSION + b64encode(_digest(key, content)).decode() for key in self._keys]
+        return [_signature(key, content) for key in self._keys]
+
+    def marks(self, id: str, content: bytes, given: Sequence[bytes]) -> tuple[str, ...]:
+        """By what an id is known among those of its sender: one for each key that made one of the given signatures.
+
+        A mark tells neither the key nor the id. It begins with a dot, and nothing that is signed does.
+        """
+        # Every pair is compared, each in constant time: how long it takes tells nothing of how close somebody came.
+        signers = [
+            key
+            for key in self._keys
+            if sum([hmac.compare_digest(_signature(key, content).encode(), each) for each in given])
+        ]
+        return tuple(_digest(key, f".{id}".encode()).hex() for key in signers)
 
 
 AnySecrets = Secrets | str | bytes | Iterable[str | bytes]  # as somebody may give them
@@ -65,10 +79,25 @@ def sign(secrets: Secrets, id: str, timestamp: int, body: bytes) -> dict[str, st
     return {ID: safe_id, TIMESTAMP: str(timestamp), SIGNATURE: " ".join(signatures)}
 
 
-def verify(
-    secrets: Secrets, headers: Mapping[str, str], body: bytes, now: float, tolerance: timedelta = TOLERANCE
-) -> str:
-    """The webhook's id if one of the secrets signed exactly this, not long ago; raises SignatureInvalid.
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """What a request says of its signature."""
+
+    id: str
+    timestamp: str
+    signatures: Sequence[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """The id of a webhook that is signed as it should be, and by what it is known: one mark for each of its signers."""
+
+    id: str
+    marks: tuple[str, ...]
+
+
+def claimed(headers: Mapping[str, str], now: float, tolerance: timedelta = TOLERANCE) -> Claimed:
+    """What can be checked before the body is there; raises SignatureInvalid.
 
     The names of the headers are in lower case, and `now` is in seconds since 1970.
     """
@@ -79,17 +108,31 @@ def verify(
         raise SignatureInvalid(f"{TIMESTAMP} is no number: send the seconds since 1970")
     if abs(now - int(timestamp)) > tolerance.total_seconds():
         raise SignatureInvalid(f"{TIMESTAMP} is not within {tolerance} of the time here: sign each attempt anew")
-    expected = [each.encode() for each in secrets.signatures(_content(id, timestamp, body))]
-    given = [each.encode() for each in signatures.split(" ")]
-    # Every pair is compared, each in constant time: how long it takes tells nothing of how close somebody came.
-    if not sum(hmac.compare_digest(one, other) for one in expected for other in given):
+    return Claimed(id, timestamp, [each.encode() for each in signatures.split(" ")])
+
+
+def verified(secrets: Secrets, claim: Claimed, body: bytes) -> Verified:
+    """What one of the secrets signed exactly so; raises SignatureInvalid."""
+    marks = secrets.marks(claim.id, _content(claim.id, claim.timestamp, body), claim.signatures)
+    if not marks:
         raise SignatureInvalid(f"no signature in {SIGNATURE} was made with a secret known here over exactly this body")
-    return id
+    return Verified(claim.id, marks)
+
+
+def verify(
+    secrets: Secrets, headers: Mapping[str, str], body: bytes, now: float, tolerance: timedelta = TOLERANCE
+) -> str:
+    """The webhook's id if one of the secrets signed exactly this, not long ago; raises SignatureInvalid."""
+    return verified(secrets, claimed(headers, now, tolerance), body).id
 
 
 def header_id(id: str) -> str:
     """An id as it travels: without dots, which part what is signed, and nothing that a header cannot hold."""
     return id if _PLAIN_ID.fullmatch(id) else quote(id, safe="").replace(".", "%2E")
+
+
+def _signature(key: hmac.HMAC, content: bytes) -> str:
+    return _VERSION + b64encode(_digest(key, content)).decode()
 
 
 def _digest(key: hmac.HMAC, content: bytes) -> bytes:

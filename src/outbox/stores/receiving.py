@@ -12,7 +12,8 @@ from sqlalchemy.exc import DataError, DBAPIError, IntegrityError
 
 from outbox.core.attempt import Reason
 from outbox.core.message import Message
-from outbox.core.store import Receipt, Reception, Statement
+from outbox.core.store import Receipt, Reception, Seal, Statement
+from outbox.stores.entering import SealsBroken
 from outbox.stores.rows import GIVEN, history_line, placed_row
 
 if TYPE_CHECKING:
@@ -27,31 +28,50 @@ class SqlReceiving:
     def __init__(self, store: SqlStore) -> None:
         self._store = store
 
-    async def receive(self, queue: str, messages: Sequence[Message], also: str | None) -> Receipt:
+    async def receive(
+        self, queue: str, messages: Sequence[Message], also: str | None, seals: Sequence[Seal] = ()
+    ) -> Receipt:
         """Store what is new."""
-        receipt = await self._receive(queue, list({message.id: message for message in messages}.items()), also)
+        unique = list({message.id: message for message in messages}.items())
+        try:
+            receipt = await self._receive(queue, unique, also, seals)
+        except SealsBroken as broken:
+            return Receipt(broken=broken.seals)
         if receipt.stored:
             self._store.announce(queue)
         return receipt
 
-    async def _receive(self, queue: str, messages: Sequence[tuple[str, Message]], also: str | None) -> Receipt:
+    async def _receive(
+        self, queue: str, messages: Sequence[tuple[str, Message]], also: str | None, seals: Sequence[Seal]
+    ) -> Receipt:
         try:
-            return Receipt(await self._store.transact(lambda connection: self._keep(connection, queue, messages, also)))
+            return Receipt(
+                await self._store.transact(lambda connection: self._keep(connection, queue, messages, also, seals))
+            )
         except Exception as error:
             if not is_about_values(error):
                 raise
             if len(messages) == 1:
                 return Receipt(refused={messages[0][0]: f"the database cannot hold it: {_words(error)}"})
         middle = len(messages) // 2
-        first = await self._receive(queue, messages[:middle], also)
-        second = await self._receive(queue, messages[middle:], also)
+        first = await self._receive(queue, messages[:middle], also, seals)
+        second = await self._receive(queue, messages[middle:], also, seals)
         return Receipt(first.stored | second.stored, {**first.refused, **second.refused})
 
     def _keep(
-        self, connection: Connection, queue: str, messages: Sequence[tuple[str, Message]], also: str | None
+        self,
+        connection: Connection,
+        queue: str,
+        messages: Sequence[tuple[str, Message]],
+        also: str | None,
+        seals: Sequence[Seal],
     ) -> frozenset[str]:
+        ids = [id for id, _ in messages]
         with _encoding():
-            new = frozenset(self._store.remember_all(connection, queue, [id for id, _ in messages], also=also))
+            if seals:
+                new = self._store.entering.sealed(self._store.on(connection), queue, ids, seals)
+            else:
+                new = frozenset(self._store.remember_all(connection, queue, ids, also=also))
             if new:
                 self._store.place(connection, [placed_row(queue, message) for id, message in messages if id in new])
         return new

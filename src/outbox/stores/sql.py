@@ -60,6 +60,7 @@ from outbox.core.store import (
     Reception,
     Routing,
     Rows,
+    Seal,
     StoredMessage,
     Suspected,
     Wanted,
@@ -520,8 +521,10 @@ class SqlStore(Spelling):
     async def deliver(self, messages: Sequence[Message], destinations: Mapping[str, Sequence[str]]) -> None:
         await self.routing.deliver(messages, destinations)
 
-    async def receive(self, queue: str, messages: Sequence[Message], *, also: str | None = None) -> Receipt:
-        return await self.receiving.receive(queue, messages, also)
+    async def receive(
+        self, queue: str, messages: Sequence[Message], *, also: str | None = None, seals: Sequence[Seal] = ()
+    ) -> Receipt:
+        return await self.receiving.receive(queue, messages, also, seals)
 
     def place(self, connection: Connection, rows: Rows) -> None:
         """Write messages that have their queues, as one batch."""

@@ -6,10 +6,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from outbox.core.events import Advised, Observer, RequestDeclined
-from outbox.inbound.http.answer import ACCEPTED, Answer, Declined, Receive, Scope, Send, not_now
+from outbox.inbound.http.answer import ACCEPTED, Answer, Declined, Receive, Scope, Send
 from outbox.inbound.http.intake import Intake
-
-AGAIN = 1  # seconds after which a sender may try again what came while too many others did
 
 _NOBODY_WORKS = (
     "nothing in this process handles what it stores: a mounted application has no lifespan of its own, so write "
@@ -23,17 +21,14 @@ class HttpApp:
     def __init__(
         self,
         intake: Intake,
-        most_at_once: int,
         working: Callable[[], AbstractAsyncContextManager[None]],
         close: Callable[[], Awaitable[None]],
         observe: Observer,
     ) -> None:
         self._intake = intake
-        self._most_at_once = most_at_once
         self._working = working
         self._close = close
         self._observe = observe
-        self._under_way = 0  # requests
         self._advised = False  # that nobody works, unless somebody does
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -53,17 +48,11 @@ class HttpApp:
             yield
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._under_way += 1
-        try:
-            answer = await self._answer(scope, receive)
-        finally:
-            self._under_way -= 1
+        answer = await self._answer(scope, receive)
         await answer.send(send)
 
     async def _answer(self, scope: Scope, receive: Receive) -> Answer:
         try:
-            if self._under_way > self._most_at_once:
-                raise not_now(f"{self._most_at_once} requests are under way already", AGAIN)
             await self._intake.take(scope, receive)
         except Declined as declined:
             self._observe(RequestDeclined(declined.answer.status, declined.answer.line))

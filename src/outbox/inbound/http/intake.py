@@ -5,30 +5,49 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from weakref import WeakKeyDictionary
 
 from outbox.core.binding import Bindings, first_match
-from outbox.core.errors import SignatureInvalid, named
+from outbox.core.cloudevents import binary_id
+from outbox.core.errors import CloudEventInvalid, SignatureInvalid, named
 from outbox.core.events import Observer
 from outbox.core.listener import Listener
 from outbox.core.message import Message
-from outbox.core.store import DISCARD, Store
-from outbox.core.webhooks import ID, verify
+from outbox.core.store import DISCARD, Seal, Store
+from outbox.core.webhooks import ID, Claimed, Verified, claimed, header_id, verified
 from outbox.inbound.http.answer import Declined, Receive, Scope, not_now
+from outbox.inbound.http.bodies import Bodies
 from outbox.inbound.http.gathering import AGAIN, Gathering
-from outbox.inbound.http.reading import as_messages
-from outbox.inbound.http.request import Request, read
+from outbox.inbound.http.reading import read
+from outbox.inbound.http.request import MODES, Head, Mode, Request, head_of
 from outbox.inbound.http.terms import Terms
 from outbox.inbound.inbox import Memory
+
+LATER = 1  # seconds after which a sender may try again what came while too many others were stored
+
+_IN_WORDS: Mapping[Mode, str] = {
+    "structured": "a CloudEvent in structured mode",
+    "binary": "a CloudEvent in binary mode",
+    "webhook": "a webhook that is no CloudEvent",
+}
 
 
 async def together(storing: Sequence[Awaitable[None]]) -> None:
     """All at once; most requests are for one queue, and need no task of their own for it."""
     if len(storing) == 1:
         await storing[0]
-    else:
+    elif storing:
         await asyncio.gather(*storing)
+
+
+@dataclass(slots=True)
+class _Here:
+    """What belongs to one event loop: nothing of another could be waited for."""
+
+    bodies: Bodies
+    gatherings: dict[str, Gathering] = field(default_factory=dict)
 
 
 class Intake:
@@ -49,23 +68,43 @@ class Intake:
         self._memory = memory
         self._unroutable = unroutable
         self._bindings = Bindings(listener.binding for listener in listeners)
+        self._first_queue = listeners[0].queue
         self._new_gathering = partial(Gathering, store, batch_size=batch_size, observe=observe)
-        self._gatherings: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, Gathering]] = WeakKeyDictionary()
+        self._by_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, _Here] = WeakKeyDictionary()
+        self._storing = 0  # requests
 
     async def take(self, scope: Scope, receive: Receive) -> None:
         """Returns when everything in the request is durable, or was before; raises Declined otherwise."""
-        terms = self._terms
-        request = await read(scope, receive, largest=terms.max_request_size, within=terms.timeout)
-        messages = as_messages(request, self._verified(request), terms.max_body_size)
-        await self._store(self._by_queue(messages))
+        head = head_of(scope, self._terms.max_request_size)
+        claim = self._claimed(head)
+        body = await self._here().bodies.read(scope, receive)
+        request = Request(head.endpoint, head.path, head.headers, body)
+        webhook = self._verified(claim, request)
+        found = read(request, webhook.id, self._terms.max_body_size)
+        seal = found.seal(webhook.marks) if self._terms.seals else None
+        await self._store(self._by_queue(found.messages), seal)
 
-    def _verified(self, request: Request) -> str | None:
-        """The webhook's id, if it has one."""
-        secrets = self._terms.secrets
-        if secrets is None:
-            return request.headers.get(ID)
+    def _claimed(self, head: Head) -> Claimed | None:
+        """Decline what would be declined whatever the body is; what the request says of its signature."""
+        if head.mode not in self._terms.modes:
+            taken = " or ".join(_IN_WORDS[mode] for mode in MODES if mode in self._terms.modes)
+            raise Declined(415, f"{_IN_WORDS[head.mode]} is not taken here: send {taken}")
+        if self._terms.secrets is None:
+            return None
         try:
-            return verify(secrets, request.headers, request.body, time.time())
+            claim = claimed(head.headers, time.time())
+        except SignatureInvalid as error:
+            raise Declined(401, str(error)) from None
+        if head.mode == "binary" and not _is_id(claim.id, head.headers):
+            raise Declined(401, f"ce-id is not what was signed: in binary mode {ID} is the event's id, percent-encoded")
+        return claim
+
+    def _verified(self, claim: Claimed | None, request: Request) -> Verified:
+        """The webhook's id, if it has one."""
+        if self._terms.secrets is None or claim is None:
+            return Verified(request.headers.get(ID, ""), ())
+        try:
+            return verified(self._terms.secrets, claim, request.body)
         except SignatureInvalid as error:
             raise Declined(401, str(error)) from None
 
@@ -84,18 +123,41 @@ class Intake:
         return found
 
     def gathering(self, queue: str) -> Gathering:
-        """Where messages for a queue wait in this event loop: none of another could wake whoever waits for them."""
-        gatherings = self._gatherings.setdefault(asyncio.get_running_loop(), {})
+        """Where messages for a queue wait in this event loop."""
+        gatherings = self._here().gatherings
         found = gatherings.get(queue)
         if found is None:
             found = gatherings[queue] = self._new_gathering(queue)
         return found
 
-    async def _store(self, by_queue: Mapping[str, Sequence[Message]]) -> None:
+    def _here(self) -> _Here:
+        loop = asyncio.get_running_loop()
+        found = self._by_loop.get(loop)
+        if found is None:
+            terms = self._terms
+            bodies = Bodies(largest=terms.max_request_size, most_at_once=terms.most_at_once, within=terms.timeout)
+            found = self._by_loop[loop] = _Here(bodies)
+        return found
+
+    async def _store(self, by_queue: Mapping[str, Sequence[Message]], seal: Seal | None) -> None:
         """Each queue in a transaction of its own. If one fails, all come again, and those of the others are known."""
+        if self._storing >= self._terms.most_at_once:
+            raise not_now(f"{self._terms.most_at_once} requests are being stored already", LATER)
+        if seal is not None and not by_queue:
+            by_queue = {self._first_queue: ()}  # nobody wants what is in it, and it must not become something else
         timeout = self._terms.timeout
+        self._storing += 1
         try:
             async with asyncio.timeout(timeout):
-                await together([self.gathering(queue).add(each) for queue, each in by_queue.items()])
+                await together([self.gathering(queue).add(each, seal) for queue, each in by_queue.items()])
         except TimeoutError:
             raise not_now(f"the database did not answer within {timeout:g} s", AGAIN) from None
+        finally:
+            self._storing -= 1
+
+
+def _is_id(webhook_id: str, headers: Mapping[str, str]) -> bool:
+    try:
+        return header_id(binary_id(headers)) == webhook_id
+    except CloudEventInvalid as error:
+        raise Declined(400, str(error)) from None

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from hashlib import sha256
 
-from outbox.core.cloudevents import Received, is_cloud_event, parse
-from outbox.core.errors import BodyTooLarge, CloudEventInvalid, CloudEventUnsupported, MessageError, named
+from outbox.core.cloudevents import Received, parse
+from outbox.core.errors import (
+    BodyTooLarge,
+    CloudEventInvalid,
+    CloudEventUnsupported,
+    MessageError,
+    TooManyEvents,
+    named,
+)
 from outbox.core.message import Message, check, check_message_ids
+from outbox.core.store import Seal
 from outbox.core.webhooks import ID
 from outbox.inbound.http.answer import Declined
 from outbox.inbound.http.request import Request
@@ -16,15 +24,29 @@ from outbox.inbound.http.request import Request
 _TRACED = ("traceparent", "tracestate")  # headers of a plain webhook that go on with its message
 
 
-def as_messages(request: Request, webhook_id: str | None, largest_body: int) -> list[Message]:
+@dataclass(frozen=True, slots=True)
+class Read:
+    """The messages in a request, and what made them these and is not signed."""
+
+    messages: list[Message]
+    way: tuple[str, ...]
+
+    def seal(self, marks: tuple[str, ...]) -> Seal:
+        """What keeps a request whose id is known by these marks from being read in another way."""
+        return Seal(marks, json.dumps(self.way))
+
+
+def read(request: Request, webhook_id: str | None, largest_body: int) -> Read:
     """What a request brings: the events in it, or one webhook."""
-    if is_cloud_event(request.headers):
-        messages = [_of_event(event) for event in _events(request)]
+    if request.mode == "webhook":
+        found = Read([_of_webhook(request, webhook_id)], (request.mode, request.endpoint))
     else:
-        messages = [_of_webhook(request, webhook_id)]
-    for message in messages:
+        events = _events(request)
+        unsigned = (events[0].message.routing_key, events[0].source) if request.mode == "binary" else ()
+        found = Read([_of_event(event) for event in events], (request.mode, *unsigned))
+    for message in found.messages:
         _check(message, largest_body)
-    return messages
+    return found
 
 
 def inbox_id(kind: str, sender: str, id: str) -> str:
@@ -37,6 +59,8 @@ def _events(request: Request) -> list[Received]:
         return parse(request.headers, request.body)
     except CloudEventUnsupported as error:
         raise Declined(415, str(error)) from None
+    except TooManyEvents as error:
+        raise Declined(413, str(error)) from None
     except CloudEventInvalid as error:
         raise Declined(400, str(error)) from None
 
@@ -64,7 +88,7 @@ def _of_webhook(request: Request, id: str | None) -> Message:
 
 def _routing_key(request: Request) -> str:
     try:
-        document = json.loads(request.body)
+        document = json.loads(request.body, parse_constant=_refuse)
     except (ValueError, RecursionError):
         raise Declined(400, "the body is no JSON") from None
     if request.path:
@@ -73,6 +97,10 @@ def _routing_key(request: Request) -> str:
     if not isinstance(kind, str) or not kind:
         raise Declined(400, "no routing key: the body has no `type`; add one, or put the key at the end of the path")
     return kind
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
 
 
 def _check(message: Message, largest_body: int) -> None:

@@ -1,41 +1,53 @@
-"""Request: what a sender sent, read within limits."""
+"""Request: what a sender sent, and what its head says of it."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Final, Literal
 
-from outbox.inbound.http.answer import Declined, Receive, Scope
+from outbox.core.cloudevents import is_cloud_event, is_structured
+from outbox.inbound.http.answer import Declined, Scope
+
+Mode = Literal["structured", "binary", "webhook"]  # a CloudEvent in its body, one in headers, none
+
+MODES: Final[tuple[Mode, ...]] = ("structured", "binary", "webhook")
 
 _READ_ONCE = ("content-", "ce-", "webhook-")  # two different ones would leave open which of them counts
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """A whole request."""
+class Head:
+    """What comes before a request's body, and says what that is."""
 
     endpoint: str  # its path
     path: str  # what of that lies below the place where the application is mounted, without slashes around it
     headers: Mapping[str, str]  # names in lower case
+
+    @property
+    def mode(self) -> Mode:
+        """How the body is to be read."""
+        if is_structured(self.headers):
+            return "structured"
+        return "binary" if is_cloud_event(self.headers) else "webhook"
+
+
+@dataclass(frozen=True, slots=True)
+class Request(Head):
+    """A whole request."""
+
     body: bytes
 
 
-async def read(scope: Scope, receive: Receive, *, largest: int, within: float) -> Request:
-    """Take in a request, no more of it than `largest` bytes and for no longer than `within` seconds."""
+def head_of(scope: Scope, largest: int) -> Head:
+    """What is known of a request before its body is read; one that says it is larger than this is declined."""
     if scope["method"] != "POST":
         raise Declined(405, "events and webhooks are sent with POST", allow="POST")
     headers = _headers(scope["headers"])
     if headers.get("content-encoding", "identity").lower() != "identity":
         raise Declined(415, "compressed bodies are not taken: leave out content-encoding", accept_encoding="identity")
     _check_length(headers.get("content-length", "0"), largest)
-    try:
-        async with asyncio.timeout(within):
-            body = await _body(receive, largest)
-    except TimeoutError:
-        raise _too_slow(scope, within) from None
-    endpoint, path = _paths(scope)
-    return Request(endpoint, path, headers, body)
+    return Head(*_paths(scope), headers)
 
 
 def _headers(pairs: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
@@ -53,23 +65,7 @@ def _check_length(length: str, largest: int) -> None:
     if not (length.isascii() and length.isdigit()):
         raise Declined(400, "content-length is no number")
     if len(length) > 18 or int(length) > largest:
-        raise _too_large(largest)
-
-
-async def _body(receive: Receive, largest: int) -> bytes:
-    parts, size = [], 0
-    while True:
-        event = await receive()
-        if event["type"] == "http.disconnect":
-            # Nobody hears it. But a middleware that saw no answer would take that for a fault.
-            raise Declined(400, "the connection ended before the request did")
-        part = event.get("body", b"")
-        parts.append(part)
-        size += len(part)
-        if size > largest:
-            raise _too_large(largest)
-        if not event.get("more_body", False):
-            return b"".join(parts)
+        raise too_large(largest)
 
 
 def _paths(scope: Scope) -> tuple[str, str]:
@@ -84,12 +80,5 @@ def _paths(scope: Scope) -> tuple[str, str]:
     return "/" + "/".join([*root, *below]), "/".join(below)
 
 
-def _too_large(largest: int) -> Declined:
+def too_large(largest: int) -> Declined:
     return Declined(413, f"a request has at most {largest} bytes here: send fewer events at once, or smaller ones")
-
-
-def _too_slow(scope: Scope, within: float) -> Declined:
-    line = f"the request did not arrive within {within:g} s"
-    if scope.get("http_version", "1.1").startswith("1"):  # later versions have no such header
-        return Declined(408, line, connection="close")
-    return Declined(408, line)

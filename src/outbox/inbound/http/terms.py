@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
@@ -11,6 +12,7 @@ from outbox.core.durations import Retention, Seconds, as_lifetime, configured, i
 from outbox.core.errors import ConfigurationError
 from outbox.core.message import LARGEST_HEADERS
 from outbox.core.webhooks import TOLERANCE, AnySecrets, Secrets
+from outbox.inbound.http.request import MODES, Mode
 
 
 class Required(Enum):
@@ -29,8 +31,17 @@ class Terms:
     secrets: Secrets | None
     max_body_size: int  # bytes of a message
     max_request_size: int  # bytes of all that one request brings
-    most_at_once: int  # requests
+    most_at_once: int  # requests that are read, and as many that are stored
     timeout: float  # seconds for a request to arrive, and again for it to be stored
+    modes: frozenset[Mode]  # in which requests are taken
+
+    @property
+    def seals(self) -> bool:
+        """Whether a signed request could be read in several ways: in structured mode everything that counts is signed.
+
+        What is read in one way is known then, and not taken in another.
+        """
+        return self.secrets is not None and self.modes != {"structured"}
 
     @classmethod
     def of(
@@ -39,6 +50,7 @@ class Terms:
         max_request_size: int | None,
         most_at_once: int,
         timeout: Seconds,
+        modes: Collection[Mode],
         *,
         max_body_size: int,
         inbox_retention: Retention,
@@ -54,6 +66,7 @@ class Terms:
             max_request_size=_count("max_request_size", max_request_size),
             most_at_once=_count("most_at_once", most_at_once),
             timeout=configured(as_lifetime, timeout, what="timeout").total_seconds(),
+            modes=_modes(modes),
         )
 
 
@@ -69,6 +82,12 @@ def _chosen(secrets: AnySecrets | Required | None) -> Secrets | None:
             "secrets=None takes whatever anybody sends, for senders that are known by other means"
         )
     return None if secrets is None else Secrets.of(secrets)
+
+
+def _modes(modes: Collection[Mode]) -> frozenset[Mode]:
+    if isinstance(modes, str) or not modes or not set(modes) <= set(MODES):
+        raise ConfigurationError(f"modes={modes!r}: some of {', '.join(map(repr, MODES))}")
+    return frozenset(modes)
 
 
 def _check_outlives_signatures(retention: Retention) -> None:

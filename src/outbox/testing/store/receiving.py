@@ -12,7 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from outbox.core.attempt import Dead, Done, Reason, RetryIn
 from outbox.core.binding import Binding
 from outbox.core.message import Message
-from outbox.core.store import Reception, Store
+from outbox.core.store import Reception, Seal, Store
 from outbox.testing.store.cases import (
     MakeStore,
     StoreCases,
@@ -170,6 +170,49 @@ class ReceivingCases(StoreCases):
             return sleeping.done()
 
         await soon(woken)
+
+    # Requests that are known.
+
+    async def test_a_request_that_is_read_as_before_stores_what_is_new(self, store: Store) -> None:
+        first, second, seal = message(), message(), Seal(("mark",), "as before")
+        assert (await store.receive("q", [first], seals=[seal])).stored == {first.id}
+        again = await store.receive("q", [first, second], seals=[seal])
+        assert again.stored == {second.id}
+        assert not again.broken
+        assert (await store.receive("other", [first], seals=[seal])).stored == {first.id}
+
+    async def test_a_request_that_was_read_in_another_way_before_stores_nothing(self, store: Store) -> None:
+        sent, seal, other = message(), Seal(("mark",), "as before"), Seal(("mark",), "otherwise")
+        assert (await store.receive("q", [sent], seals=[seal])).stored == {sent.id}
+        for queue in ("q", "other", "q"):
+            receipt = await store.receive(queue, [message()], seals=[Seal(("another",), "x"), other])
+            assert receipt.broken == {other}
+            assert not receipt.stored
+        assert len(await claimed(store)) == 1
+        assert await claimed(store, destination="other") == []
+        assert (await store.receive("other", [sent], seals=[seal])).stored == {sent.id}, "what failed left nothing"
+
+    async def test_any_mark_of_a_request_makes_it_known(self, store: Store) -> None:
+        await store.receive("q", [message()], seals=[Seal(("a", "b"), "as before")])
+        for marks in (("a",), ("b",), ("c", "b")):
+            other = Seal(marks, "otherwise")
+            assert (await store.receive("q", [message()], seals=[other])).broken == {other}
+
+    async def test_of_two_readings_of_one_request_the_first_counts(self, store: Store) -> None:
+        first, second = Seal(("mark",), "one"), Seal(("mark",), "other")
+        assert (await store.receive("q", [message()], seals=[first, second])).broken == {second}
+        assert len((await store.receive("q", [message()], seals=[first])).stored) == 1
+
+    async def test_of_many_readings_at_once_one_is_stored(self, make_store: MakeStore) -> None:
+        stores = [make_store() for _ in range(4)]
+        await stores[0].open()
+        receiving = [
+            each.receive(f"q{number}", [message()], seals=[Seal(("mark",), str(number))])
+            for number, each in enumerate(stores)
+        ]
+        receipts = await asyncio.gather(*receiving)
+        assert sorted(len(receipt.stored) for receipt in receipts) == [0, 0, 0, 1]
+        assert sum(len(receipt.broken) for receipt in receipts) == 3
 
     # One, in the caller's transaction.
 
