@@ -168,7 +168,8 @@ class Settings:
     )
     prefetch_count: int = _option(
         2000,
-        "Most messages of one queue in a worker's hands. It takes that many only while it handles them quickly.",
+        "Most messages of one queue in a worker's hands. It takes that many only while it handles them quickly. "
+        "Suspected messages that wait at RabbitMQ come on top.",
         parse=_whole,
     )
     lease: Seconds = _option(

@@ -55,6 +55,25 @@ async def test_it_never_takes_more_than_it_may(most: int) -> None:
     assert appetite.prefetch == most
 
 
+async def test_messages_that_wait_to_be_tried_take_up_no_prefetch() -> None:
+    appetite = Appetite(at_work=10, most=1000, now=0.0)
+    appetite.waiting(10)
+    assert (appetite.in_hand, appetite.changed.is_set()) == (20, False)  # half of it is for others
+    grown: list[int] = []
+    for waiting in range(11, 1000):
+        appetite.waiting(waiting)
+        assert appetite.in_hand - waiting >= 10
+        if appetite.changed.is_set():
+            grown.append(appetite.in_hand)
+            appetite.changed.clear()
+    assert len(grown) < 12, "each growth is a further consumer"
+    for waiting in range(1000, 0, -1):
+        appetite.waiting(waiting)
+    assert not appetite.changed.is_set()
+    appetite.waiting(0)
+    assert (appetite.in_hand, appetite.changed.is_set()) == (20, True)
+
+
 @pytest.mark.parametrize(
     ("headers", "max_crashes", "expected"),
     [
@@ -64,6 +83,7 @@ async def test_it_never_takes_more_than_it_may(most: int) -> None:
         ({"x_delivery_count": 9}, 3, (Verdict.SUSPECT, 2)),
         ({"x_delivery_count": 1}, 1, (Verdict.SUSPECT, 0)),
         ({"x_delivery_count": 9, "outbox_crashes": 2}, 3, (Verdict.SUSPECT, 2)),
+        ({"outbox_crashes": 3}, 3, (Verdict.CONDEMNED, 3)),
         ({"outbox_crashes": 2, "outbox_on_trial": True}, 3, (Verdict.ON_TRIAL, 2)),
         ({"x_delivery_count": 1, "outbox_crashes": 2, "outbox_on_trial": True}, 3, (Verdict.CONDEMNED, 3)),
         ({"x_delivery_count": 1, "outbox_crashes": 0, "outbox_on_trial": True}, 1, (Verdict.CONDEMNED, 1)),
@@ -82,6 +102,14 @@ def test_a_lost_channel_is_no_crash() -> None:
     assert suspects.judge(envelope(x_delivery_count=2), ("another", "id"), listener()) == (Verdict.SUSPECT, 2)
     tried = {"outbox_crashes": 2, "outbox_on_trial": True}
     assert suspects.judge(envelope(x_delivery_count=2, **tried), KEY, listener()) == (Verdict.ON_TRIAL, 2)
+
+
+def test_a_channel_that_is_lost_during_a_trial_is_no_crash() -> None:
+    suspects = Suspects()
+    suspects.forgive_trial(envelope(outbox_crashes=3), KEY)
+    assert suspects.judge(envelope(outbox_crashes=3), KEY, listener()) == (Verdict.SUSPECT, 2)
+    assert suspects.judge(envelope(outbox_crashes=3), ("another", "id"), listener()) == (Verdict.CONDEMNED, 3)
+    assert suspects.judge(envelope(outbox_crashes=4), KEY, listener()) == (Verdict.CONDEMNED, 4)
 
 
 async def test_one_suspect_is_tried_at_a_time() -> None:

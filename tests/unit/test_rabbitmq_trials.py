@@ -74,6 +74,9 @@ class Consumer:
             observe=lambda event: None,
             trays=set(),
         )
+        self.deliveries._preparing = asyncio.get_running_loop().create_future()  # type: ignore[assignment]
+        self.deliveries._preparing.set_result(None)
+        self.deliveries.trial_queue._is_refused = True  # so that copies go by the listener's queue
 
     def channel(self) -> tuple[Channel, Tray]:
         channel = Channel()

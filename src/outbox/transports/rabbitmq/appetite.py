@@ -10,6 +10,7 @@ import asyncio
 
 SHORT_WORK, LONG_WORK = 0.1, 1.0  # seconds for a whole prefetch, before the next is larger or smaller
 GROWTH = 4
+MOST_ROOM = 50_000  # messages that wait to be tried, beside the prefetch
 
 
 class Appetite:
@@ -19,9 +20,25 @@ class Appetite:
         self._least = min(most, 2 * at_work)
         self._most = max(self._least, most // 2)  # what came before a change may be in hand beside what comes after it
         self.prefetch = self._least
+        self._room = 0  # beside the prefetch, for suspected messages that wait
         self.changed = asyncio.Event()
         self._digested = 0
         self._since = now
+
+    @property
+    def in_hand(self) -> int:
+        """How many unacknowledged deliveries the broker allows."""
+        return self.prefetch + self._room
+
+    def waiting(self, suspected: int) -> None:
+        """So many wait to be tried one after another: they must not take up the prefetch of all others."""
+        room = self._room
+        if suspected > room + self.prefetch // 2:
+            self._room = min(MOST_ROOM, suspected + max(self.prefetch, suspected // 2))
+        elif not suspected:
+            self._room = 0
+        if self._room != room:
+            self.changed.set()
 
     def digested(self, now: float) -> None:
         """One more was settled."""

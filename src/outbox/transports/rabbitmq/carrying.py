@@ -12,6 +12,7 @@ from outbox.core.errors import ConfigurationError, TransportUnavailable
 from outbox.core.events import Observer, Troubled
 from outbox.core.message import Message
 from outbox.core.pace import Pace
+from outbox.core.tracking import new_id
 from outbox.core.transport import Refusal
 from outbox.transports.rabbitmq.confirms import Answer, Outgoing
 from outbox.transports.rabbitmq.properties import Envelope
@@ -68,15 +69,21 @@ class Courier:
         """To the dead letters of its queue; False: this user may not, and the broker must do it."""
         if not self.writes_dead_letters:
             return False
-        outgoing = self._outgoing(self._names.dead_letter_exchange, parcel)
-        pace = Pace(LONGEST_PAUSE, SHORTEST_PAUSE)
-        while True:
-            answer = await self._once(outgoing)
-            if answer is Answer.CONFIRMED:
-                return True
-            if answer in (Answer.FORBIDDEN, Answer.MISSING, Answer.RETURNED) or isinstance(answer, Refusal):
-                return False
-            await self._pause(pace, parcel, answer)
+        return await self._until_answered(self._names.dead_letter_exchange, parcel) is Answer.CONFIRMED
+
+    async def make_trial_queue(self, queue: str) -> str:
+        """Declare a queue for trials of this process, and tell its name; raises what declaring raises."""
+        name = self._names.trial_queue(new_id())
+        await self._declare(Topology.of_trials(self._names, name, queue))
+        return name
+
+    async def to_trial(self, parcel: Parcel, trial_queue: str) -> bool:
+        """To a trial queue of this process; False: that is gone, or this user may not publish to it."""
+        if self._default_is_closed:
+            return False
+        answer = await self._until_answered("", parcel, trial_queue)
+        self._default_is_closed = answer is Answer.FORBIDDEN
+        return answer is Answer.CONFIRMED
 
     async def back_at_once(self, parcel: Parcel) -> bool:
         """To its own queue, if that works without another try."""
@@ -112,6 +119,17 @@ class Courier:
             answer = await self._once(outgoing)
         return True
 
+    async def _until_answered(self, exchange: str, parcel: Parcel, routing_key: str | None = None) -> Result:
+        """Try until the broker has taken it or refused it."""
+        outgoing = self._outgoing(exchange, parcel, routing_key)
+        pace = Pace(LONGEST_PAUSE, SHORTEST_PAUSE)
+        while True:
+            answer = await self._once(outgoing)
+            answered = (Answer.CONFIRMED, Answer.FORBIDDEN, Answer.MISSING, Answer.RETURNED)
+            if answer in answered or isinstance(answer, Refusal):
+                return answer
+            await self._pause(pace, parcel, answer)
+
     async def _make(self, delay: timedelta, pace: Pace, parcel: Parcel) -> None:
         """A delay that nobody could list beforehand is made when it is first wanted."""
         try:
@@ -122,10 +140,10 @@ class Courier:
     def _held_back(self, delay: timedelta) -> timedelta:
         return step(delay) if self.topology is None else self.topology.delay(delay)
 
-    def _outgoing(self, exchange: str, parcel: Parcel) -> Outgoing:
+    def _outgoing(self, exchange: str, parcel: Parcel, routing_key: str | None = None) -> Outgoing:
         message = parcel.message
         properties = parcel.envelope.carried_on(message.routing_key, message, parcel.headers)
-        return Outgoing(exchange, parcel.queue, properties, message.body, message.id)
+        return Outgoing(exchange, routing_key or parcel.queue, properties, message.body, message.id)
 
     async def _once(self, outgoing: Outgoing) -> Result:
         answer: asyncio.Future[Result] = asyncio.get_running_loop().create_future()

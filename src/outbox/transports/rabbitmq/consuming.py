@@ -29,6 +29,7 @@ from outbox.core.listener import Listener
 from outbox.core.message import BYTES, Message
 from outbox.core.pace import Pace
 from outbox.core.tracking import new_id
+from outbox.transports.rabbitmq import trials
 from outbox.transports.rabbitmq.acknowledging import IMPATIENCE, PATIENCE, Acknowledgements
 from outbox.transports.rabbitmq.appetite import Appetite
 from outbox.transports.rabbitmq.carrying import Courier, Parcel
@@ -36,6 +37,7 @@ from outbox.transports.rabbitmq.channels import Channel, Incoming, Lost
 from outbox.transports.rabbitmq.link import Link
 from outbox.transports.rabbitmq.properties import CRASHES, ON_TRIAL, Envelope, after_failure, of_dead_letter
 from outbox.transports.rabbitmq.suspects import ARRIVES_WITHIN, Key, Suspects, Verdict
+from outbox.transports.rabbitmq.trials import TrialQueue
 
 SETTLE_WITHIN = 0.002  # seconds that an acknowledgement waits for others to be written with it
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.1, 2.0  # seconds between two tries to consume, doubling
@@ -76,7 +78,7 @@ class RabbitmqDelivery:
         return None
 
     async def start(self) -> RabbitmqDelivery | None:
-        return self if self.envelope.on_trial else await self.tray.send_to_trial(self)
+        return self if self.on_trial else await self.tray.send_to_trial(self)
 
     async def settled(self) -> None:
         await self.tray.trial_ended(self)
@@ -91,6 +93,10 @@ class RabbitmqDelivery:
         return landing
 
     @property
+    def on_trial(self) -> bool:
+        return self.tray.trial_queue is not None or self.envelope.on_trial
+
+    @property
     def key(self) -> Key:
         return self.tray.queue, self.attempt.message.id
 
@@ -103,13 +109,15 @@ class RabbitmqDelivery:
 class Tray:
     """What one channel delivered, until all of it is settled or the channel is gone."""
 
-    def __init__(self, channel: Channel, deliveries: RabbitmqDeliveries) -> None:
+    def __init__(self, channel: Channel, deliveries: RabbitmqDeliveries, trial_queue: str | None = None) -> None:
+        self.trial_queue = trial_queue  # where its deliveries are from, if not from the listener's queue
         self._channel = channel
         self._deliveries = deliveries
         self._suspects = deliveries.suspects
         self.queue = deliveries.queue
         self._acknowledgements = Acknowledgements()
         self._open: dict[int, RabbitmqDelivery] = {}
+        self._suspected: set[int] = set()  # of those: they wait to be tried
         self._words = 0  # acknowledgements and the like that the queue may not have heard yet
         self._makes_room = True  # whether acknowledgements are written, for which the broker sends more
         self._timer: asyncio.TimerHandle | None = None
@@ -134,7 +142,7 @@ class Tray:
             envelope = envelope.revived()  # somebody moved it back, by a shovel or by hand
         try:
             message = envelope.message(incoming.routing_key, incoming.body)
-            verdict, crashes = self._suspects.judge(envelope, (self.queue, message.id), self._deliveries.listener)
+            verdict, crashes = self._judge(envelope, message)
             isolated = verdict is Verdict.SUSPECT or verdict is Verdict.ON_TRIAL
             attempt = Attempt(message, envelope.attempt_count, incoming.tag, crashes, isolated)
         except Undecodable as error:
@@ -146,7 +154,10 @@ class Tray:
         if verdict is Verdict.TRUSTED or verdict is Verdict.CONDEMNED:
             self._deliveries.ready(delivery)
         elif verdict is Verdict.SUSPECT:
-            self._suspects.wait(delivery.key, partial(self._get_ready, delivery))
+            self._suspected.add(incoming.tag)
+            self._deliveries.suspected(len(self._suspected))
+            turn = partial(self._get_ready, delivery)
+            self._deliveries.when_prepared(partial(self._suspects.wait, delivery.key, turn))
         elif self._suspects.begin(delivery.key):
             if not self._suspects.arrived(delivery.key, delivery):
                 self._start(self._try_alone(delivery), Landing())
@@ -161,10 +172,11 @@ class Tray:
             self._suspects.end(delivery.key)
             landing.set_result(False)
             return
-        if delivery.envelope.on_trial:
-            self._start(self._end_trial(delivery.key, landing), Landing())
-        elif delivery.attempt.isolated:
-            self._suspects.end(delivery.key)
+        if delivery.attempt.isolated:
+            if delivery.on_trial:
+                self._start(self._end_trial(delivery.key, landing), Landing())
+            else:
+                self._suspects.end(delivery.key)
         match outcome:
             case Done():
                 self._done(tag, landing)
@@ -173,7 +185,7 @@ class Tray:
                 self._start(self._retry(delivery, landing, headers, delay), landing)
             case Dead():
                 self._start(self._bury(delivery, landing, outcome), landing)
-            case Released(delay) if delay and not delivery.envelope.on_trial:
+            case Released(delay) if delay and not delivery.on_trial:
                 self._start(self._give_back_later(delivery, landing, delay), landing)
             case Released() if self._suspects.would_suspect(delivery.envelope, self._deliveries.listener):
                 # One more return would begin to look like a crash. A new copy has none.
@@ -226,12 +238,18 @@ class Tray:
         arrived: list[Incoming] = []
         with suppress(Lost, TimeoutError):
             async with asyncio.timeout(CLOSE_WITHIN):
-                await self._channel.consume(self.queue, 1, arrived.append)
+                await self._channel.consume(self.trial_queue or self.queue, 1, arrived.append)
                 await self._channel.heard()
                 await self._channel.cancel()
                 self._words = 0
                 for incoming in arrived:
                     self.take(incoming)
+
+    def _judge(self, envelope: Envelope, message: Message) -> tuple[Verdict, int]:
+        """How it is to be met. A copy in a trial queue counts the start that it is there for."""
+        if self.trial_queue is not None:
+            return Verdict.ON_TRIAL, max(0, (envelope.crashes or 0) - 1)
+        return self._suspects.judge(envelope, (self.queue, message.id), self._deliveries.listener)
 
     def _is_here(self, delivery: RabbitmqDelivery) -> bool:
         return not delivery.is_settled and delivery.incoming.tag in self._open
@@ -245,17 +263,20 @@ class Tray:
 
     async def send_to_trial(self, delivery: RabbitmqDelivery) -> RabbitmqDelivery | None:
         """Publish it anew, and wait for the copy."""
+        trial_queue = await self._deliveries.trial_queue.name()
         if not self._is_here(delivery) or not self._suspects.send(delivery.key):
             return None
         delivery.is_settled = True
-        headers: dict[str, object] = {CRASHES: delivery.attempt.crash_count, ON_TRIAL: True}
         landing = Landing()
         with self._suspects.expecting(delivery.key) as arrival:
             try:
-                self._start(self._publish_for_trial(delivery, landing, headers), landing)
-                async with asyncio.timeout(ARRIVES_WITHIN):
+                publishing = self._start(self._publish_for_trial(delivery, landing, trial_queue), landing)
+                async with asyncio.timeout(ARRIVES_WITHIN if trial_queue is None else trials.ARRIVES_WITHIN):
                     await asyncio.wait([arrival])
-                    await asyncio.sleep(ALONE_AFTER)
+                    if arrival.result().tray.trial_queue is None:
+                        await asyncio.sleep(ALONE_AFTER)
+                    else:
+                        await asyncio.wait([publishing])
                     await self._suspects.alone()
             except TimeoutError:
                 pass
@@ -266,12 +287,18 @@ class Tray:
             copy: RabbitmqDelivery | None = arrival.result() if arrival.done() else None
         return copy
 
-    async def _publish_for_trial(
-        self, delivery: RabbitmqDelivery, landing: Landing, headers: dict[str, object]
-    ) -> None:
-        await self._retry(delivery, landing, headers, NO_DELAY)
+    async def _publish_for_trial(self, delivery: RabbitmqDelivery, landing: Landing, trial_queue: str | None) -> None:
+        """The copy is safe before the delivery is acknowledged, and that is read before the listener may be called."""
+        crashes = delivery.attempt.crash_count
+        counted = self._parcel(delivery, {CRASHES: crashes + 1})
+        if trial_queue is not None and await self._deliveries.courier.to_trial(counted, trial_queue):
+            self._done(delivery.incoming.tag, landing)
+        else:
+            await self._retry(delivery, landing, {CRASHES: crashes, ON_TRIAL: True}, NO_DELAY)
         self._flush(patience=0.0)
         self._suspects.sent(delivery.key)
+        with suppress(Lost, TimeoutError):
+            await self._channel.heard()
 
     async def _try_alone(self, delivery: RabbitmqDelivery) -> None:
         """Have it ready when all other suspects are back at the broker."""
@@ -318,7 +345,9 @@ class Tray:
             self._nack(delivery.incoming.tag, landing, requeue=False)
 
     async def _give_back(self, delivery: RabbitmqDelivery, landing: Landing, headers: dict[str, object]) -> None:
-        if await self._deliveries.courier.back_at_once(self._parcel(delivery, headers)):
+        if self.trial_queue is not None:
+            await self._retry(delivery, landing, headers, NO_DELAY)  # to leave it here would count as a crash
+        elif await self._deliveries.courier.back_at_once(self._parcel(delivery, headers)):
             self._done(delivery.incoming.tag, landing)
         else:
             self._nack(delivery.incoming.tag, landing, requeue=True)
@@ -337,10 +366,11 @@ class Tray:
     def _parcel(self, delivery: RabbitmqDelivery, headers: dict[str, object]) -> Parcel:
         return Parcel(self._deliveries.queue, delivery.attempt.message, delivery.envelope, headers)
 
-    def _start(self, ending: Coroutine[Any, Any, None], landing: Landing) -> None:
+    def _start(self, ending: Coroutine[Any, Any, None], landing: Landing) -> asyncio.Task[None]:
         task = asyncio.create_task(ending, name=f"outbox end of a delivery of {self._deliveries.queue}")
         self._tasks[task] = landing
         task.add_done_callback(self._ended)
+        return task
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         del self._tasks[task]
@@ -351,7 +381,11 @@ class Tray:
         if self._open.pop(tag, None) is None:
             landing.set_result(False)
             return
-        self._deliveries.settled()
+        if tag in self._suspected:
+            self._suspected.discard(tag)
+            self._deliveries.suspected(len(self._suspected))
+        elif self.trial_queue is None:
+            self._deliveries.settled()
         self._acknowledgements.done(tag, landing, self._loop.time())
         if self._timer is None:
             self._timer = self._loop.call_later(SETTLE_WITHIN, self._flush)
@@ -366,6 +400,9 @@ class Tray:
     def _nack(self, tag: int, landing: Landing, *, requeue: bool) -> None:
         known = self._open.pop(tag, None) is not None
         if known:
+            if tag in self._suspected:
+                self._suspected.discard(tag)
+                self._deliveries.suspected(len(self._suspected))
             self._acknowledgements.settled(tag)
             self._say((), [(tag, requeue)])
         landing.set_result(known)
@@ -391,8 +428,9 @@ class Tray:
     def _lost(self) -> None:
         """The channel is gone, and with it every hold on what it delivered."""
         lost, self._open = self._open, {}  # before any of them has its turn
+        forgive = self._suspects.forgive if self.trial_queue is None else self._suspects.forgive_trial
         for delivery in lost.values():
-            self._suspects.forgive(delivery.envelope, delivery.key)
+            forgive(delivery.envelope, delivery.key)
             self._suspects.end(delivery.key)
         for landing in self._acknowledgements.abandon():
             landing.set_result(False)
@@ -430,11 +468,14 @@ class RabbitmqDeliveries:
         self._link = link
         self._declare = declare
         self._observe = observe
+        self.trial_queue = TrialQueue(queue, link=link, courier=courier, reader=self._trial_reader)
         self._trays = trays  # of the whole transport, which closes them
         self._tray: Tray | None = None
+        self._trial_tray: Tray | None = None
         self._ready: deque[RabbitmqDelivery] = deque()
         self._arrived = asyncio.Event()
         self._keeping: asyncio.Task[None] | None = None
+        self._preparing: asyncio.Task[str | None] | None = None
         self._changing: asyncio.Future[None] | None = None
         self._closed = False
 
@@ -466,6 +507,8 @@ class RabbitmqDeliveries:
         """Consume no more and give back what nobody took. Deliveries that were taken stay until they are settled."""
         self._closed = True
         self._arrived.set()
+        if self._preparing is not None:
+            self._preparing.cancel()
         if self._keeping is not None:
             self._keeping.cancel()
             await asyncio.wait([self._keeping, *([] if self._changing is None else [self._changing])])
@@ -474,8 +517,9 @@ class RabbitmqDeliveries:
             await tray.stop()
         while self._ready:
             self._ready.popleft().settle(Released())
-        if tray is not None and tray.idle:
-            await self._close(tray)
+        for each in (tray, self._trial_tray):
+            if each is not None and each.idle:
+                await self._close(each)
 
     def ready(self, delivery: RabbitmqDelivery) -> None:
         if self._closed:
@@ -486,11 +530,24 @@ class RabbitmqDeliveries:
 
     @property
     def prefetch(self) -> int:
-        """How many unacknowledged deliveries the broker allows."""
+        """How many unacknowledged deliveries the broker allows, but for suspected ones that wait."""
         return self._appetite.prefetch
 
     def settled(self) -> None:
         self._appetite.digested(time.monotonic())
+
+    def suspected(self, count: int) -> None:
+        """So many wait to be tried."""
+        self._appetite.waiting(count)
+
+    def when_prepared(self, line_up: Callable[[], None]) -> None:
+        """Have the queue for trials ready, and then a suspected message wait for its turn."""
+        if self._preparing is None:
+            self._preparing = asyncio.create_task(self.trial_queue.name(), name=f"outbox trials of {self.queue}")
+        if self._preparing.done():
+            line_up()
+        else:
+            self._preparing.add_done_callback(lambda _: line_up())
 
     def lost(self, tray: Tray) -> None:
         """What came by this channel comes again by another."""
@@ -498,6 +555,13 @@ class RabbitmqDeliveries:
         self._trays.discard(tray)
         if self._tray is tray:
             self._tray = None
+        if self._trial_tray is tray:
+            self._trial_tray = None
+
+    def _trial_reader(self, channel: Channel, name: str) -> Callable[[Incoming], object]:
+        tray = self._trial_tray = Tray(channel, self, name)
+        self._trays.add(tray)
+        return tray.take
 
     async def _close(self, tray: Tray) -> None:
         await tray.close()
@@ -528,7 +592,8 @@ class RabbitmqDeliveries:
         tray = self._tray = Tray(channel, self)
         self._trays.add(tray)
         try:
-            in_hand = self._appetite.prefetch
+            self._appetite.waiting(0)
+            in_hand = self._appetite.in_hand
             await channel.consume(self.queue, in_hand, tray.take)
         except Lost as error:
             if error.ended.code == _NOT_FOUND:
@@ -536,10 +601,10 @@ class RabbitmqDeliveries:
             return error
         pace.reset()
         while not channel.ended.done():
-            self._appetite.changed.clear()
             await _either(channel.ended, self._appetite.changed)
+            self._appetite.changed.clear()
             if not channel.ended.done():
-                before, in_hand = in_hand, self._appetite.prefetch
+                before, in_hand = in_hand, self._appetite.in_hand
                 self._changing = asyncio.ensure_future(self._change(channel, tray, before, in_hand))
                 await asyncio.shield(self._changing)  # to be cut here would cost the channel, and what is on it
         return Lost(channel.ended.result())
@@ -551,9 +616,10 @@ class RabbitmqDeliveries:
         """
         with suppress(Lost, TimeoutError):
             if after < before:
-                await channel.cancel()
+                await tray.stop()
                 before = 0
-            await channel.consume(self.queue, after - before, tray.take)
+            if after > before:
+                await channel.consume(self.queue, after - before, tray.take)
 
 
 async def _either(ended: asyncio.Future[Any], changed: asyncio.Event) -> None:

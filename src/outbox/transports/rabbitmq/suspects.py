@@ -4,8 +4,10 @@ The broker counts how often it got a message back without an end. That is no cou
 prefetch of a worker that died, and what was given back on purpose. So it makes a message a suspect, no more.
 
 Suspects wait in a line, one of each process is tried at a time. For its trial the process runs nothing else, and it is
-published anew, with a header that says so: the worker that gets the copy starts its listener, and if the copy comes
-back, its worker died of it. The last crash that makes a message a dead letter is always one of these.
+published anew, to a queue of this process, with the crash counted: if the copy comes back from there, its worker died
+of it. A user that may not make such a queue publishes it to its own queue, with a header that says so: the worker that
+gets the copy starts its listener, and if that copy comes back, its worker died of it. The last crash that makes a
+message a dead letter is always one of these.
 """
 
 from __future__ import annotations
@@ -52,6 +54,7 @@ class Suspects:
         self._left = asyncio.Event()
         self._over = asyncio.Event()
         self._forgiven: OrderedDict[Key, int] = OrderedDict()
+        self._interrupted: OrderedDict[Key, int] = OrderedDict()  # trials that their channel ended
         self._expected: dict[Key, asyncio.Future[AnyDelivery]] = {}  # copies for trial that a run waits for
 
     def judge(self, envelope: Envelope, key: Key, listener: Listener) -> tuple[Verdict, int]:
@@ -64,10 +67,13 @@ class Suspects:
         if crashes is None:
             suspect = returned >= _suspicious(listener)
             return (Verdict.SUSPECT, listener.max_crashes - 1) if suspect else (Verdict.TRUSTED, 0)
-        if not envelope.on_trial:
-            return Verdict.SUSPECT, crashes
-        crashes += returned
-        return (Verdict.CONDEMNED if crashes >= listener.max_crashes else Verdict.ON_TRIAL), crashes
+        if envelope.on_trial:
+            crashes += returned
+        elif self._interrupted.get(key) == crashes:
+            crashes -= 1
+        if crashes >= listener.max_crashes:
+            return Verdict.CONDEMNED, crashes
+        return (Verdict.ON_TRIAL if envelope.on_trial else Verdict.SUSPECT), crashes
 
     def would_suspect(self, envelope: Envelope, listener: Listener) -> bool:
         """Whether a delivery that goes back now would be a suspect soon, though nothing has happened to it."""
@@ -75,10 +81,11 @@ class Suspects:
 
     def forgive(self, envelope: Envelope, key: Key) -> None:
         """It goes back because its channel is gone, and this process is alive: that was no crash."""
-        self._forgiven[key] = envelope.returned + 1
-        self._forgiven.move_to_end(key)
-        if len(self._forgiven) > MOST_FORGIVEN:
-            self._forgiven.popitem(last=False)
+        _remember(self._forgiven, key, envelope.returned + 1)
+
+    def forgive_trial(self, envelope: Envelope, key: Key) -> None:
+        """The same for a copy in a trial queue, in which a crash is counted beforehand."""
+        _remember(self._interrupted, key, envelope.crashes or 0)
 
     def wait(self, key: Key, turn: Callable[[], bool]) -> None:
         """Wait in the line; `turn` makes it ready for its trial, or says that it has gone."""
@@ -173,6 +180,13 @@ class Suspects:
             self._reservation = None
         self._on_trial = key
         self._is_sent = self._is_here = False
+
+
+def _remember(memory: OrderedDict[Key, int], key: Key, number: int) -> None:
+    memory[key] = number
+    memory.move_to_end(key)
+    if len(memory) > MOST_FORGIVEN:
+        memory.popitem(last=False)
 
 
 def _suspicious(listener: Listener) -> int:

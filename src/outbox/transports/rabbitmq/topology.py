@@ -43,6 +43,8 @@ STEPS = tuple(
 
 # A delivery limit of -1 means none from RabbitMQ 4.0 on, where 20 is the default; before, it condemns every message.
 _LIMITS_BY_DEFAULT = (4,)
+_TRIED_FOR = timedelta(seconds=1)  # a copy comes back so long after its publish, if the worker that tried it has died
+_UNUSED_FOR = timedelta(hours=1)  # after which the trial queue of a process that has ended is deleted
 _QUORUM = {"x-queue-type": "quorum"}
 # Without both, a broker that dies while it hands a message on to another queue loses it.
 _HANDED_ON = {"x-dead-letter-strategy": "at-least-once", "x-overflow": "reject-publish"}
@@ -118,6 +120,10 @@ class Names:
     def delay(self, delay: timedelta) -> str:
         """`outbox.delay_10s`, `outbox.delay_500ms`, `outbox.delay_1h30m`: an exchange and the queue behind it."""
         return f"{self.delay_prefix}{_spelled(_milliseconds(delay))}"
+
+    def trial_queue(self, id: str) -> str:
+        """A queue of one process, in which it tries suspected messages."""
+        return f"{self.exchange_name}.trial_{id}"
 
     def owns(self, exchange: str) -> bool:
         """Whether an exchange is one of these, of whichever listeners."""
@@ -196,6 +202,17 @@ class Topology:
             bindings=(QueueBinding(name, name, ""),),
             publishes=(name,),
         )
+
+    @classmethod
+    def of_trials(cls, names: Names, name: str, queue: str) -> Topology:
+        """What one process needs to try suspected messages of a queue: what it does not take goes back there."""
+        arguments = {
+            "x-message-ttl": _milliseconds(_TRIED_FOR),
+            "x-expires": _milliseconds(_UNUSED_FOR),
+            "x-dead-letter-exchange": "",
+            "x-dead-letter-routing-key": queue,
+        }
+        return cls(names, exchanges=(), queues=(Queue(name, _QUORUM | arguments | _HANDED_ON),), bindings=())
 
     @property
     def delays(self) -> tuple[str, ...]:
