@@ -1,0 +1,1 @@
+"""What strangers can send, insert and request: it stops no queue."""

@@ -85,10 +85,11 @@ BEYOND: list[Any] = [
     pytest.param({"expiration": 0}, TimeInvalid, id="an expiration of nothing"),
     pytest.param({"expiration": -1}, TimeInvalid, id="a negative expiration"),
     pytest.param(
-        {"eta": datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC), "expiration": timedelta(days=1)},
+        {"eta": datetime(9998, 12, 31, 23, 59, 59, tzinfo=UTC), "expiration": timedelta(days=1)},
         TimeInvalid,
-        id="an expiration past the year 9999",
+        id="an expiration in the year 9999",
     ),
+    pytest.param({"eta": datetime(9999, 1, 1, tzinfo=UTC)}, TimeInvalid, id="due in the year 9999"),
 ]
 
 

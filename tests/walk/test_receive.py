@@ -23,6 +23,7 @@ from outbox import (
     MessageIdInvalid,
     Outbox,
     RoutingKeyInvalid,
+    TimeInvalid,
     TransactionError,
 )
 from outbox.core.attempt import Reason
@@ -167,6 +168,9 @@ async def test_a_worker_that_is_stopped_still_wants_its_messages(
         (payment("x" * 256), MessageIdInvalid),
         (payment("a\x00b"), MessageIdInvalid),
         (payment("lone \ud800"), MessageIdInvalid),
+        (replace(payment(), created_at=datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC)), TimeInvalid),
+        (replace(payment(), expires_at=datetime(9999, 1, 1, tzinfo=UTC)), TimeInvalid),
+        (replace(payment(), created_at=datetime(2030, 1, 1)), TimeInvalid),  # noqa: DTZ001 - whose noon is it?
         (replace(payment(), tracking_ids=("bad\n", "good")), MessageIdInvalid),
         (replace(payment(), routing_key=""), RoutingKeyInvalid),
         (payment(body=bytes(2 * 1024 * 1024)), BodyTooLarge),
@@ -174,7 +178,10 @@ async def test_a_worker_that_is_stopped_still_wants_its_messages(
         (payment(body="text"), MessageError),  # type: ignore[arg-type]
         ({"id": 1}, MessageError),
     ],
-    ids=["no id", "long id", "NUL", "surrogate", "tracking id", "routing key", "body", "header", "str", "no message"],
+    ids=[
+        *("no id", "long id", "NUL", "surrogate", "year 9999", "expires in 9999", "no time zone"),
+        *("tracking id", "routing key", "body", "header", "str", "no message"),
+    ],
 )
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 async def test_what_cannot_be_stored_is_refused_before_anything_is_written(

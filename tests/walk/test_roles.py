@@ -6,7 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
+import asyncpg
 import psycopg
 import pytest
 from sqlalchemy import make_url, text
@@ -322,6 +324,50 @@ async def test_a_producer_cancels_timers_only_with_the_right_that_is_printed_as_
         assert not await producer.cancel_timer(session, "t")
 
 
+async def test_a_producer_emits_through_its_drivers_own_connection(roles: Roles, make_outbox: MakeOutbox) -> None:
+    producer = make_outbox(db_engine_url=roles.url_of("producer"))
+    url = make_url(roles.url_of("producer")).set(drivername="postgresql").render_as_string(hide_password=False)
+
+    async def emit(connection: Any) -> None:
+        timer: Any = {"eta": timedelta(hours=1), "timer_id": "t"}
+        await producer.emit(connection, "a", 1, headers={"a": "b"}, key="k", expiration=60)
+        await producer.emit_many(connection, "a", range(3))
+        await producer.emit(connection, "a", 1, **timer)
+        assert await producer.emit(connection, "a", 1, **timer) is None
+
+    if "asyncpg" in roles.url:
+        connection = await asyncpg.connect(url)
+        async with connection.transaction():
+            await emit(connection)
+        await connection.close()
+    else:
+        async with await psycopg.AsyncConnection.connect(url) as connection:
+            await emit(connection)
+        with psycopg.connect(url) as blocking:
+            producer.emit_many_sync(blocking, "a", range(3))
+    [(count,)] = await asyncio.to_thread(roles.run, f"SELECT count(*) FROM {roles.table_name}")
+    assert count == (5 if "asyncpg" in roles.url else 8)
+
+
+async def test_an_older_grant_of_the_whole_table_is_reported_and_taken_back(roles: Roles, command: Command) -> None:
+    async def producers() -> Any:
+        doctor = await command.run("doctor", "--json")
+        [finding] = [each for each in doctor.document["findings"] if each["subject"] == "producers"]
+        return finding
+
+    assert (await producers())["level"] == "ok"
+    roles.run(f"GRANT INSERT ON {roles.table_name} TO {roles.table_name}_producer, PUBLIC")
+    found = await producers()
+    assert found["level"] == "warning" and f"PUBLIC, {roles.table_name}_producer may insert" in found["what"]
+    assert "REVOKE INSERT" in found["advice"]
+    ran = await command.run("tables", "sql", "--roles", "--role-prefix", roles.table_name)
+    roles.run(f"REVOKE INSERT ON {roles.table_name} FROM PUBLIC; {ran.stdout}")
+    assert (await producers())["level"] == "ok"
+    for statement in FORBIDDEN["producer"]:
+        with pytest.raises(psycopg.errors.InsufficientPrivilege):
+            roles.run(statement.format(t=roles.table_name), "producer")
+
+
 async def test_a_producer_cannot_make_tables_and_is_told_so(roles: Roles, make_outbox: MakeOutbox) -> None:
     schema = f"{roles.table_name}_elsewhere"
     roles.run(f"CREATE SCHEMA {schema}; GRANT USAGE ON SCHEMA {schema} TO {roles.user('producer')}")
@@ -348,6 +394,23 @@ FORBIDDEN = {
         "SELECT id FROM {t}",
         "INSERT INTO {t} (created_at, due_at, routing_key, message_id, content_type, body) "
         "VALUES (now(), now(), 'a', 'b', 'c', '') RETURNING id",
+        *(
+            f"INSERT INTO {{t}} (created_at, due_at, routing_key, message_id, content_type, body, {column}) "
+            f"VALUES (now(), now(), 'a', 'b', 'c', '', {value})"
+            for column, value in {
+                "id": "1",
+                "attempts": "1",
+                "starts": "2147483647",
+                "destination": "'billing'",
+                "done_at": "now()",
+                "first_due_at": "now()",
+                "history": "'x'",
+                "lease_token": "gen_random_uuid()",
+                "lease_until": "'infinity'",
+                "routed_at": "now()",
+                "unroutable": "true",
+            }.items()
+        ),
         "UPDATE {t} SET due_at = now()",
         "DELETE FROM {t}",
         "TRUNCATE {t}",
@@ -412,7 +475,7 @@ async def test_nothing_beyond_the_rights_is_allowed(roles: Roles, kind: str) -> 
 
 # Read as: on the whole table; on some columns (+).
 RIGHTS = {
-    "producer": {"": "INSERT", "_state": "SELECT+"},
+    "producer": {"": "INSERT+", "_state": "SELECT+"},
     "relay": {
         "": "DELETE INSERT SELECT UPDATE+",
         "_bindings": "SELECT",

@@ -19,6 +19,7 @@ from urllib.parse import quote, unquote, unquote_to_bytes
 
 from pydantic_core import from_json
 
+from outbox.core.durations import LATEST, OLDEST
 from outbox.core.errors import CloudEventInvalid, CloudEventUnsupported, TooManyEvents, named
 from outbox.core.message import BYTES, JSON, Message
 
@@ -375,9 +376,12 @@ def _moment(attributes: Mapping[str, str], name: str) -> datetime | None:
     try:
         if not _TIME.fullmatch(text):
             raise ValueError
-        return datetime.fromisoformat(text.upper()).astimezone(UTC)
+        moment = datetime.fromisoformat(text.upper()).astimezone(UTC)
     except (ValueError, OverflowError):
         raise CloudEventInvalid(f"{name} {named(text)}: write times as 2026-01-31T12:00:00Z") from None
+    if not OLDEST <= moment < LATEST:
+        raise CloudEventInvalid(f"{name} {named(text)}: its year must be between {OLDEST.year} and {LATEST.year - 1}")
+    return moment
 
 
 def _text(name: str, value: object) -> str:

@@ -19,7 +19,10 @@ NEVER: Final = "NEVER"
 
 NO_DELAY: Final = timedelta(0)
 LONGEST: Final = timedelta(days=36_525)  # a century: everything beyond is a mistake in units
-EARLIEST: Final = datetime(1970, 1, 1, tzinfo=UTC)  # nothing is due before it: claims search from there
+EARLIEST: Final = datetime(1970, 1, 1, tzinfo=UTC)  # nothing is due before it
+# Python knows the years from 1 to 9999. A driver that answers in its session's time zone can read those between.
+OLDEST: Final = datetime(2, 1, 1, tzinfo=UTC)
+LATEST: Final = datetime(9999, 1, 1, tzinfo=UTC)  # excluded
 
 _SURELY_LATER: Final = datetime(1970, 1, 2)  # noqa: DTZ001 - whatever the time zone, by less than a day
 _UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
@@ -50,11 +53,13 @@ def as_due(eta: Eta | None) -> datetime | timedelta:
         if eta.replace(tzinfo=None) < _SURELY_LATER:  # before any conversion: UTC may not have such a time
             return EARLIEST
         try:
-            if eta.tzinfo is None:
-                return datetime.fromtimestamp(eta.timestamp(), UTC)  # local time; never early where clocks leave it out
-            return eta.astimezone(UTC)
+            # Without a zone it is local time; never early where clocks leave it out.
+            due = eta.astimezone(UTC) if eta.tzinfo is not None else datetime.fromtimestamp(eta.timestamp(), UTC)
         except (OverflowError, ValueError, OSError) as error:
             raise TimeInvalid(f"eta cannot be expressed in UTC: {eta!r}") from error
+        if due >= LATEST:
+            raise TimeInvalid(f"eta is too late: {eta!r}; times before the year {LATEST.year} can be stored and read")
+        return due
     return max(NO_DELAY, _as_timedelta(eta, unit=0.001, what="eta"))
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime, timedelta
 
 from outbox.core.binding import LONGEST_KEY
-from outbox.core.durations import NO_DELAY
+from outbox.core.durations import LATEST, NO_DELAY, OLDEST
 from outbox.core.errors import (
     BodyTooLarge,
     HeaderInvalid,
@@ -16,6 +16,7 @@ from outbox.core.errors import (
     KeyInvalid,
     MessageIdInvalid,
     RoutingKeyInvalid,
+    TimeInvalid,
     TimerIdInvalid,
     TooManyHeaders,
     named,
@@ -132,6 +133,16 @@ def check_message_ids(message: Message) -> None:
     """Refuse ids that could not be stored: those of a message from outside are not our own."""
     for id in message.tracking_ids:
         _check_text(id, "message id", MessageIdInvalid)
+
+
+def check_times(message: Message) -> None:
+    """Refuse times that some driver could not read again: those of a message from outside are not our own."""
+    for what, moment in (("created_at", message.created_at), ("expires_at", message.expires_at)):
+        if moment is None:
+            continue
+        if not isinstance(moment, datetime) or moment.tzinfo is None or not OLDEST <= moment < LATEST:
+            years = f"from the year {OLDEST.year} until before {LATEST.year}"
+            raise TimeInvalid(f"{what} {moment!r}: a datetime with a time zone, {years}")
 
 
 def check_timer_id(timer_id: str) -> None:

@@ -11,7 +11,7 @@ from outbox.core.attempt import Reason
 from outbox.core.binding import check_name
 from outbox.core.errors import ConfigurationError, MessageError, TransactionError
 from outbox.core.events import Observer, Received
-from outbox.core.message import Message, check, check_message_ids
+from outbox.core.message import Message, check, check_message_ids, check_times
 from outbox.core.store import Rows, Store
 from outbox.inbound.inbox import Memory
 
@@ -53,6 +53,7 @@ class Receiver:
             raise MessageError("receive() takes a Message whose body is bytes: Message(routing_key=…, body=…)")
         check(message, self._max_body_size)
         check_message_ids(message)
+        check_times(message)
 
     def receive(self, transaction: Transaction, queue: str, message: Message, unwanted: Unwanted) -> bool:
         """Write it; False if it was there before."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 from outbox.core import body as bodies
 from outbox.core.cloudevents import SOURCE
-from outbox.core.durations import Eta, Seconds, as_due, as_lifetime
+from outbox.core.durations import LATEST, Eta, Seconds, as_due, as_lifetime
 from outbox.core.errors import HeaderInvalid, NotAtomicWarning, TimeInvalid
 from outbox.core.events import Emitted, Observer
 from outbox.core.headers import is_reserved
@@ -66,8 +66,8 @@ class Emitter:
             check_timer_id(timer_id)
         lifetime = self._expiration if expiration is None else as_lifetime(expiration)
         due = as_due(eta)
-        if isinstance(due, datetime) and lifetime is not None and lifetime > datetime.max.replace(tzinfo=UTC) - due:
-            raise TimeInvalid(f"expiration ends after the year 9999: {lifetime} from {due}")
+        if isinstance(due, datetime) and lifetime is not None and lifetime >= LATEST - due:
+            raise TimeInvalid(f"expiration ends too late, in the year {LATEST.year} or after: {lifetime} from {due}")
         return Schedule(due=due, expiration=lifetime, timer_id=timer_id)
 
     def messages(self, routing_key: str, many: Iterable[object], **options: Any) -> list[Message]:

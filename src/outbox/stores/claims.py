@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 RENEW_AFTER = 1 / 3  # of the lease
 NEVER = -(2**31)  # crashes that no message has: one that found no queue has fewer starts than attempts
+HIGHEST = 2**31 - 1  # that a column holds
 RENEW_SOONER = 1 / 5  # where a listener's transaction, which may take three quarters of a lease, holds up all renewals
 
 Fetch = Callable[[Connection, Executable, Mapping[str, Any]], Sequence[Sequence[Any]]]
@@ -62,6 +63,15 @@ BURIAL: Mapping[str, type[TypeEngine[Any]]] = {
 }
 
 _UNTRIED = (Reason.EXPIRED, Reason.CRASHED)  # found out before the listener ran: no attempt, and no start either
+
+
+def one_more(count: ColumnElement[int]) -> ColumnElement[int]:
+    """A count and one. A row of another program may hold the highest there is, and must not fail a whole batch."""
+    return case((count < HIGHEST, count + 1), else_=count)
+
+
+def one_less(count: ColumnElement[int]) -> ColumnElement[int]:
+    return case((count > -HIGHEST, count - 1), else_=count)
 
 
 class SettleStatements:
@@ -97,7 +107,7 @@ class SettleStatements:
             .where(chosen, held)
             .values(
                 done_at=self._store.clock(),
-                attempts=self._messages.c.attempts + 1,
+                attempts=one_more(self._messages.c.attempts),
                 lease_token=null(),
                 lease_until=null(),
             )
@@ -112,7 +122,7 @@ class SettleStatements:
             .where(columns.id == rows.c.id, self._store.held())
             .values(
                 **self._put_off(rows.c.delay),
-                attempts=columns.attempts + 1,
+                attempts=one_more(columns.attempts),
                 history=self._store.appended_history(rows.c.line),
                 lease_token=null(),
                 lease_until=null(),
@@ -125,17 +135,17 @@ class SettleStatements:
         columns = self._messages.c
         said = {"id": BigInteger, "reason": String, "error": Text, "line": Text}
         rows = self._store.records("rows", said).alias("settled")
-        tried = case((rows.c.reason.in_([reason.value for reason in _UNTRIED]), 0), else_=1)
+        untried = rows.c.reason.in_([reason.value for reason in _UNTRIED])
         return (
             select(
                 columns.id,
                 rows.c.reason,
                 rows.c.error,
-                (columns.attempts + tried).label("attempts"),
-                (columns.starts - 1 + tried).label("starts"),
+                case((untried, columns.attempts), else_=one_more(columns.attempts)).label("attempts"),
+                case((untried, one_less(columns.starts)), else_=columns.starts).label("starts"),
                 self._store.appended_history(rows.c.line).label("history"),
             )
-            .where(columns.id == rows.c.id, self._store.held())
+            .where(columns.id == rows.c.id, self._store.held() | self._held_apart)
             .with_for_update(of=self._messages)
         )
 
@@ -145,7 +155,7 @@ class SettleStatements:
         return (
             update(self._messages)
             .where(self._store.among(columns.id, "ids"), self._store.held())
-            .values(starts=columns.starts - 1, lease_token=null(), lease_until=null())
+            .values(starts=one_less(columns.starts), lease_token=null(), lease_until=null())
             .returning(columns.id)
         )
 
@@ -157,7 +167,7 @@ class SettleStatements:
             update(self._messages)
             .where(columns.id == bindparam("row_id"), self._held_apart)
             .values(
-                starts=columns.starts + 1,
+                starts=one_more(columns.starts),
                 lease_token=bindparam("token", type_=Uuid),
                 lease_until=self._store.later(self._store.clock(), bindparam("lease", type_=Float)),
             )
@@ -202,7 +212,7 @@ class SettleStatements:
             .where(columns.id == rows.c.id, self._store.held())
             .values(
                 **self._put_off(rows.c.delay),
-                starts=columns.starts - 1,
+                starts=one_less(columns.starts),
                 lease_token=null(),
                 lease_until=null(),
             )
@@ -342,8 +352,11 @@ class SqlClaim:
         self._unanswered = True
         isolated_at = NEVER if self._isolated_at is None else self._isolated_at
         terms = {**self.terms, "apart": self._apart, "isolated_at": isolated_at}
-        self.bury(connection, self.hold(self._store.take(connection, self._wanted, terms, self._suspected)))
+        dead = self.hold(self._store.take(connection, self._wanted, terms, self._suspected))
+        self.bury(connection, dead)
         self._unanswered = False
+        if dead:
+            self._store.ring(self._wanted["wanted"])  # others may wait behind a batch of which nothing is left
 
     def _settle(self, connection: Connection, outcomes: Mapping[int, Outcome], fetch: Fetch) -> set[int]:
         done: list[int] = []
@@ -399,7 +412,7 @@ class SqlClaim:
             }
             for id, outcome in dead.items()
         ]
-        parameters = {"rows": self._store.json(rows), "token": self._token}
+        parameters = {"rows": self._store.json(rows), "token": self._token, "apart": self._apart}
         return set(self._store.bury(connection, self._statements.dead, parameters))
 
     def _ids(self, connection: Connection, statement: Any, parameters: dict[str, Any]) -> set[int]:

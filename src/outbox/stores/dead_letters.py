@@ -22,6 +22,7 @@ from sqlalchemy import (
 
 from outbox.core.dead_letter import DeadLetter, DeadLetters, Filter
 from outbox.core.errors import NotFound
+from outbox.stores.looks import readable
 from outbox.stores.rows import LONGEST_HISTORY, as_dead_letter, history_line
 from outbox.stores.tables import MESSAGE_COLUMNS
 
@@ -38,7 +39,7 @@ class SqlDeadLetters(DeadLetters):
 
     async def chosen(self, filter: Filter) -> list[DeadLetter]:
         columns = self._table.c
-        statement = select(self._table).where(columns.id > filter.after).order_by(columns.id).limit(filter.limit)
+        statement = select(*self._all).where(columns.id > filter.after).order_by(columns.id).limit(filter.limit)
         if filter.queue is not None:
             statement = statement.where(columns.destination == filter.queue)
         if filter.reason is not None:
@@ -49,7 +50,7 @@ class SqlDeadLetters(DeadLetters):
         return [as_dead_letter(row) for row in rows]
 
     async def show(self, id: int) -> DeadLetter:
-        statement = select(self._table).where(self._table.c.id == id)
+        statement = select(*self._all).where(self._table.c.id == id)
         row = await self._store.look(lambda connection: connection.execute(statement).first())
         if row is None:
             raise NotFound(f"no dead letter has the id {id}")
@@ -74,6 +75,10 @@ class SqlDeadLetters(DeadLetters):
     async def discard(self, ids: Sequence[int]) -> int:
         chosen = {"ids": self._store.listed(list(ids))}
         return await self._store.transact(lambda connection: connection.execute(self._forget, chosen).rowcount)
+
+    @cached_property
+    def _all(self) -> list[ColumnElement[Any]]:
+        return readable(self._store, self._table)
 
     @cached_property
     def _chosen(self) -> Any:

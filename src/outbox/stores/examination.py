@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import ColumnElement, Connection, case, func, select
 
 from outbox.core.diagnosis import Claimable, Examination
-from outbox.stores.looks import database_time
+from outbox.stores.looks import age, database_time
 
 if TYPE_CHECKING:
     from outbox.stores.sql import SqlStore
@@ -81,4 +81,4 @@ def _count(condition: ColumnElement[Any]) -> ColumnElement[int]:
 
 
 def _duration(seconds: float | None) -> timedelta | None:
-    return None if seconds is None else timedelta(seconds=float(seconds))
+    return None if seconds is None else age(seconds)

@@ -37,6 +37,11 @@ class Look:
     found: Sequence[Any] = ()  # rows that begin with when they were due
     ended: bool = True  # there was nothing more to find
 
+    @property
+    def bound(self) -> datetime | None:
+        """The same for a statement. None: from the very beginning, where a row of another program may be due."""
+        return None if self.since == BEGINNING else self.since
+
 
 class Head:
     """The head of one queue, as this process knows it."""

@@ -6,8 +6,9 @@ from collections import defaultdict
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import ColumnElement, Connection, case, func, select
+from sqlalchemy import ColumnElement, Connection, Table, case, func, select
 
+from outbox.core.durations import LONGEST
 from outbox.core.errors import ConfigurationError
 from outbox.core.store import Backlog, Circuit, QueueBacklog, StoredMessage
 from outbox.stores import circuits
@@ -31,7 +32,7 @@ def backlog(store: SqlStore, connection: Connection) -> Backlog:
     return Backlog(
         waiting=waiting.open - waiting.unroutable if waiting else 0,
         due=waiting.due if waiting else 0,
-        oldest=timedelta(seconds=max(ages)) if ages else None,
+        oldest=age(max(ages)) if ages else None,
         leased=sum(row.leased for row in by_destination.values()),
         unroutable=waiting.unroutable if waiting else 0,
         sent=sum(row.sent for row in by_destination.values()),
@@ -48,7 +49,7 @@ def messages(
 ) -> list[StoredMessage]:
     """Messages in the order of their rows, dead letters left out."""
     columns = store.messages.c
-    statement = select(store.messages).where(columns.id > after).order_by(columns.id).limit(limit)
+    statement = select(*readable(store, store.messages)).where(columns.id > after).order_by(columns.id).limit(limit)
     if state is not None:
         statement = statement.where(_in_state(store, state))
     if queue is not None:
@@ -59,11 +60,17 @@ def messages(
 
 def find(store: SqlStore, connection: Connection, message_id: str) -> list[StoredMessage]:
     """Every place where a message is."""
-    live = select(store.messages).where(store.messages.c.message_id == message_id)
-    dead = select(store.tables.dead_letters).where(store.tables.dead_letters.c.message_id == message_id)
+    live = select(*readable(store, store.messages)).where(store.messages.c.message_id == message_id)
+    dead_letters = store.tables.dead_letters
+    dead = select(*readable(store, dead_letters)).where(dead_letters.c.message_id == message_id)
     now = database_time(store, connection)
     found = [as_stored(row, now) for row in connection.execute(live.order_by(store.messages.c.id))]
     return found + [as_stored_dead_letter(row) for row in connection.execute(dead)]
+
+
+def readable(store: SqlStore, table: Table) -> list[ColumnElement[Any]]:
+    """All columns of a table, for rows that another program may have written."""
+    return [store.readable(column).label(column.name) for column in table.c]
 
 
 def _counts(store: SqlStore) -> Any:
@@ -106,10 +113,15 @@ def _queues(
                 retrying=row.open - row.fresh if row else 0,
                 leased=row.leased if row else 0,
                 dead=dead.get(queue, 0),
-                oldest=timedelta(seconds=row.oldest) if row and row.oldest is not None else None,
+                oldest=age(row.oldest) if row and row.oldest is not None else None,
             )
         )
     return tuple(queues)
+
+
+def age(seconds: float) -> timedelta:
+    """For people: a row of another program may be due since ever."""
+    return timedelta(seconds=min(float(seconds), LONGEST.total_seconds()))
 
 
 def _circuits(store: SqlStore, connection: Connection, queues: tuple[QueueBacklog, ...]) -> tuple[Circuit, ...]:

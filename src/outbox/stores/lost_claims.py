@@ -13,6 +13,7 @@ from uuid import UUID
 from sqlalchemy import Integer, String, Uuid, bindparam, case, null, select, update
 
 from outbox.core.pace import Pace
+from outbox.stores.claims import one_less
 
 if TYPE_CHECKING:
     from outbox.stores.sql import SqlStore
@@ -76,9 +77,9 @@ class LostClaims:
         token, apart = bindparam("token", type_=Uuid), bindparam("apart", type_=Uuid)
         chosen = columns.id.in_(select(front.c.id).where(front.c.lease_token.in_([token, apart])))
         held = columns.lease_token.in_([token, apart]) & (columns.lease_until > self._store.clock())
-        counted = case((columns.lease_token == token, 1), else_=0)
+        starts = case((columns.lease_token == token, one_less(columns.starts)), else_=columns.starts)
         return (
             update(self._store.messages)
             .where(chosen, held)
-            .values(starts=columns.starts - counted, lease_token=null(), lease_until=null())
+            .values(starts=starts, lease_token=null(), lease_until=null())
         )

@@ -6,6 +6,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from datetime import datetime
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ from sqlalchemy import (
     BigInteger,
     ColumnElement,
     Connection,
+    DateTime,
     Executable,
     Float,
     FromClause,
@@ -27,6 +29,7 @@ from sqlalchemy import (
     Text,
     any_,
     bindparam,
+    case,
     cast,
     column,
     delete,
@@ -34,6 +37,7 @@ from sqlalchemy import (
     insert,
     literal_column,
     not_,
+    null,
     select,
     text,
 )
@@ -43,7 +47,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.types import TypeEngine
 
 from outbox.core.diagnosis import Finding
-from outbox.core.durations import Retention
+from outbox.core.durations import LATEST, OLDEST, Retention
 from outbox.core.errors import ConfigurationError, TransactionError
 from outbox.core.finish import finish
 from outbox.core.loops import LoopLocal
@@ -237,7 +241,17 @@ class PostgresqlStore(SqlStore):
         return moment + seconds * _SECOND
 
     def seconds_until(self, moment: ColumnElement[Any]) -> ColumnElement[float]:
-        return cast(func.extract("epoch", moment - func.now()), Float)
+        # Each on its own: a difference to infinity is an error before PostgreSQL 17.
+        return func.date_part("epoch", moment, type_=Float) - func.date_part("epoch", func.now(), type_=Float)
+
+    def readable(self, column: ColumnElement[Any], otherwise: datetime | None = None) -> ColumnElement[Any]:
+        if not isinstance(column.type, DateTime):
+            return column
+        known = (column >= _time(OLDEST)) & (column < _time(LATEST))
+        return case((known, column), else_=null() if otherwise is None else _time(otherwise))
+
+    def before_all(self) -> ColumnElement[Any]:
+        return literal_column("timestamptz '-infinity'", DateTime(timezone=True))
 
     def among(self, column: ColumnElement[Any], name: str) -> ColumnElement[bool]:
         # As text: asyncpg would have to ask each new connection what a list is, and switches a session's jit for that.
@@ -304,7 +318,7 @@ class PostgresqlStore(SqlStore):
         if wanted["wanted"] not in self._calm or not self._notifier.has_line:
             return True
         with self._heads[wanted["wanted"]].looking() as look:
-            look.found = await self.glance(self.due, {**wanted, "limit": 1, "since": look.since})
+            look.found = await self.glance(self.due, {**wanted, "limit": 1, "since": look.bound})
             look.ended = not look.found
         return bool(look.found)
 
@@ -318,7 +332,7 @@ class PostgresqlStore(SqlStore):
     ) -> Found:
         head = self._heads[parameters["wanted"]]
         with head.looking() as look:
-            rows = find({**parameters, "since": look.since})
+            rows = find({**parameters, "since": look.bound})
             look.found, look.ended = rows, len(rows) < parameters["limit"]
         if head.in_doubt:
             head.counted(self._dead_rows(connection))
@@ -368,7 +382,7 @@ class PostgresqlStore(SqlStore):
 
         async def work() -> None:
             with head.looking() as look:
-                rows = await self._notifier.ask(statement, {**asked, "since": look.since})
+                rows = await self._notifier.ask(statement, {**asked, "since": look.bound})
                 hold(rows)
                 if rows and rows[0][-1] == len(rows):  # otherwise the head stays where somebody still waits
                     look.found, look.ended = rows, len(rows) < parameters["limit"]
@@ -400,6 +414,11 @@ class PostgresqlStore(SqlStore):
         leased = self.leasing(self.messages.c.id == any_(ids), **self.routing.moved(_queue_of(self.messages)), starts=1)
         count = select(func.count()).select_from(found).scalar_subquery()
         return leased.returning(self.messages.c.destination, count)
+
+
+def _time(moment: datetime) -> ColumnElement[Any]:
+    """A constant: what is bound would be sent with every statement."""
+    return literal_column(f"timestamptz '{moment:%Y-%m-%d %H:%M:%S}+00'", DateTime(timezone=True))
 
 
 def _queue_of(messages: FromClause) -> ColumnElement[Any]:

@@ -9,6 +9,7 @@ from sqlalchemy import ARRAY, Connection, String, bindparam, text
 
 from outbox.core.diagnosis import Finding, Level
 from outbox.core.durations import in_words
+from outbox.stores.postgresql_roles import revoke_insert
 from outbox.stores.tables import Tables
 
 LONG_OPEN = timedelta(minutes=5)  # a transaction that is open for longer does harm
@@ -41,6 +42,18 @@ _DEAD = text(
 ).bindparams(bindparam("names", type_=ARRAY(String)), bindparam("schema", type_=String))
 
 
+_WHOLE_INSERTS = text(
+    """
+    SELECT CASE acl.grantee WHEN 0 THEN 'PUBLIC' ELSE pg_catalog.pg_get_userbyid(acl.grantee) END AS role
+    FROM pg_catalog.pg_class AS class, LATERAL pg_catalog.aclexplode(class.relacl) AS acl
+    WHERE class.oid = CAST(:table AS regclass) AND acl.grantee <> class.relowner
+    GROUP BY acl.grantee
+    HAVING bool_or(acl.privilege_type = 'INSERT') AND NOT bool_or(acl.privilege_type = 'SELECT')
+    ORDER BY role
+    """
+)
+
+
 def server(connection: Connection) -> str:
     return f"PostgreSQL {str(connection.scalar(text('SHOW server_version'))).split()[0]}"
 
@@ -50,6 +63,7 @@ def findings(tables: Tables, connection: Connection) -> Iterator[Finding]:
     yield _oldest_transaction(connection)
     yield _prepared_transaction(connection)
     yield _dead_rows(tables, connection)
+    yield _producers(tables, connection)
 
 
 def _oldest_transaction(connection: Connection) -> Finding:
@@ -91,3 +105,17 @@ def _dead_rows(tables: Tables, connection: Connection) -> Finding:
     what = ", ".join(f"{row.dead} in {row.name} beside {row.live} living" for row in many)
     advice = "vacuum does not keep up: see whether a transaction holds it back, then VACUUM (VERBOSE) the table"
     return Finding(Level.WARNING, "dead rows", what, advice)
+
+
+def _producers(tables: Tables, connection: Connection) -> Finding:
+    """Roles that only insert. A relay, a worker or an operator reads the table, too."""
+    table = connection.dialect.identifier_preparer.format_table(tables.messages)
+    roles = list(connection.execute(_WHOLE_INSERTS, {"table": table}).scalars())
+    if not roles:
+        return Finding(Level.OK, "producers", "no role that only emits may write other columns than emit does")
+    what = f"{', '.join(roles)} may insert into every column of {tables.messages.name}"
+    advice = (
+        "such a role can write into any queue, and rows that are dead-lettered as undecodable: run what `outbox tables "
+        f"sql --roles` prints, and for a role that is not of its making: {revoke_insert(tables, roles[0])}"
+    )
+    return Finding(Level.WARNING, "producers", what, advice)

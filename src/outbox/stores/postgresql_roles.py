@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from sqlalchemy import MetaData, Table
 from sqlalchemy.dialects import postgresql
 
+from outbox.stores.rows import EMITTED
 from outbox.stores.tables import LONGEST_SCHEMA, Tables, check_identifier
 
 ROLES = {
@@ -52,7 +53,8 @@ def roles_sql(tables: Tables, prefix: str) -> str:
     names = {kind: f"{prefix}_{kind}" for kind in ROLES}
     parts = ["\n".join(_make(names[kind]) for kind in ROLES), _usage(tables, list(names.values()))]
     for kind, task in ROLES.items():
-        lines = [f"-- {names[kind]} {task}.", *(grant.to(names[kind]) for grant in _grants(tables, kind))]
+        lines = [f"-- {names[kind]} {task}.", *_emits(tables, kind, names[kind])]
+        lines += [grant.to(names[kind]) for grant in _grants(tables, kind)]
         parts.append("\n".join([*lines, *_notes(tables, kind, names[kind])]))
     return "\n\n".join(parts)
 
@@ -72,6 +74,20 @@ def _usage(tables: Tables, roles: list[str]) -> str:
     return f"DO $$ BEGIN EXECUTE format('GRANT USAGE ON SCHEMA %I TO {listed}', current_schema()); END $$;"
 
 
+def _emits(tables: Tables, kind: str, role: str) -> Iterator[str]:
+    """What a producer may write: what emit writes, and neither a queue nor what relays and workers count."""
+    if kind != "producer":
+        return
+    grant = Grant(f"INSERT ({', '.join(EMITTED)})", tables.messages)
+    yield "-- The right to insert into the whole table, which older versions granted, would let it write more than"
+    yield "-- messages, and some columns do not narrow it. One statement: no emit meets a moment without the right."
+    yield f"DO $$ BEGIN {revoke_insert(tables, role)} {grant.to(role)} END $$;"
+
+
+def revoke_insert(tables: Tables, role: str) -> str:
+    return f"REVOKE INSERT ON {_preparer.format_table(tables.messages)} FROM {_preparer.quote(role)};"
+
+
 def _grants(tables: Tables, kind: str) -> list[Grant]:
     changes = f"UPDATE ({', '.join(_CHANGING)})"
     # Locking a row asks for the right to update, be it of a single column.
@@ -83,7 +99,7 @@ def _grants(tables: Tables, kind: str) -> list[Grant]:
     ]
     match kind:
         case "producer":
-            return [Grant("INSERT", tables.messages), Grant("SELECT (id, asleep_until)", tables.state)]
+            return [Grant("SELECT (id, asleep_until)", tables.state)]
         case "relay":
             inbox = "SELECT, DELETE, UPDATE (entered_at)"
             state = "SELECT, INSERT, UPDATE (transport, asleep_until)"

@@ -32,7 +32,7 @@ from outbox.core.attempt import Dead
 from outbox.core.binding import Binding, Bindings, first_match
 from outbox.core.message import Message
 from outbox.core.store import DISCARD, Routing, Wanted
-from outbox.stores.claims import SqlClaim
+from outbox.stores.claims import SqlClaim, one_more
 from outbox.stores.rows import as_seconds, history_line, placed_row
 from outbox.stores.tables import MESSAGE_COLUMNS, NOT_ROUTED
 
@@ -190,13 +190,14 @@ class SqlRouting:
         lost: defaultdict[str, list[int]] = defaultdict(list)
         unwanted: list[int] = []
         for row in rows:
-            queues = bindings.queues(row.routing_key)
+            routing_key = str(row.routing_key)  # SQLite keeps bytes in a column of texts
+            queues = bindings.queues(routing_key)
             if queues:
                 groups[queues].append(row.id)
-            elif first_match(unroutable, row.routing_key) == DISCARD:
+            elif first_match(unroutable, routing_key) == DISCARD:
                 unwanted.append(row.id)
             else:
-                lost[row.routing_key].append(row.id)
+                lost[routing_key].append(row.id)
         for queues, ids in groups.items():
             self._send_to(connection, queues, ids, round)
             round.routed.update({queue: len(ids) for queue in queues})
@@ -277,7 +278,7 @@ class SqlRouting:
             .where(self._store.among(columns.id, "ids"))
             .values(
                 unroutable=True,
-                attempts=columns.attempts + 1,
+                attempts=one_more(columns.attempts),
                 due_at=self._store.later(self._store.clock(), pause),
                 history=case((columns.history.is_(None), bindparam("line", type_=Text)), else_=columns.history),
             )

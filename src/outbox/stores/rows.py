@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from operator import attrgetter, itemgetter
-from typing import Any
+from typing import Any, TypeVar
 
 from outbox.core.attempt import Attempt, Dead, Reason
+from outbox.core.binding import LONGEST_KEY
 from outbox.core.dead_letter import DeadLetter
+from outbox.core.durations import EARLIEST, LATEST, OLDEST
 from outbox.core.message import Message, remade
 from outbox.core.store import StoredMessage
 from outbox.stores.tables import NOT_ROUTED
@@ -17,6 +19,13 @@ from outbox.stores.tables import NOT_ROUTED
 LONGEST_HISTORY = 16 * 1024  # characters
 EXPIRATION_PASSED = "its expiration passed"  # what a history says of it
 MUCH_LATER = timedelta(minutes=1)  # what is due so long after it was made is told so
+MOST_TRIES = 1_000_000_000  # attempts or starts that a message can have had
+UNREADABLE = "its row cannot be read"
+_OTHER_TYPE = f"created_at is not between the years {OLDEST.year} and {LATEST.year}, or a column has a wrong type"
+
+_SURELY_SHORT = LONGEST_KEY // 4  # characters: no text of so many has more bytes than brokers allow
+
+T = TypeVar("T")
 
 _KEPT = (
     "message_id",
@@ -30,6 +39,7 @@ _KEPT = (
     "expires_at",
 )
 GIVEN = tuple(name for name in _KEPT if name != "expires_at")  # what `message_row` fills
+EMITTED = (*GIVEN, "due_at", "expires_at", "timer_id")  # what emit fills
 CLAIMED = (  # what a leasing statement returns, in this order
     *("due_at", "id", "first_due_at", "expired", "attempts", "starts", "isolated"),
     *_KEPT,
@@ -60,6 +70,8 @@ def placed_row(queue: str, message: Message) -> dict[str, Any]:
 
 def as_message(row: Any) -> Message:
     """The message that a row keeps."""
+    if row.created_at is None or type(row.body) is not bytes:
+        raise ValueError(_OTHER_TYPE)
     return _message(*_kept_by(row))
 
 
@@ -79,13 +91,33 @@ def _message(
         routing_key,
         body,
         content_type,
-        json.loads(headers) if headers else {},
+        _as_headers(headers) if headers else {},
         key,
-        (*json.loads(tracking_ids), message_id) if tracking_ids else (message_id,),
+        (*_as_ids(tracking_ids), message_id) if tracking_ids else (message_id,),
         created_at if created_at.tzinfo is UTC else as_utc(created_at),
         as_utc(expires_at) if expires_at else None,
         due_at,
     )
+
+
+def _as_headers(text: str) -> dict[str, str]:
+    headers = json.loads(text)
+    if type(headers) is not dict:
+        raise ValueError("its headers are no JSON object")
+    for value in headers.values():
+        if type(value) is not str:
+            raise ValueError("a header's value is no text")
+    return headers
+
+
+def _as_ids(text: str) -> list[str]:
+    ids = json.loads(text)
+    if type(ids) is not list:
+        raise ValueError("its tracking ids are no JSON list")
+    for id in ids:
+        if type(id) is not str:
+            raise ValueError("a tracking id is no text")
+    return ids
 
 
 def as_attempts(rows: Sequence[Sequence[Any]]) -> tuple[list[Attempt], dict[int, Dead]]:
@@ -93,6 +125,7 @@ def as_attempts(rows: Sequence[Sequence[Any]]) -> tuple[list[Attempt], dict[int,
 
     Their starts are counted already, but for isolated ones. The rows hold CLAIMED by position, and what a statement
     tells beyond it: there are many of them, and names cost more than all the rest.
+    A row may be written by another program. One that emit would not have written takes no other with it.
     """
     attempts: list[Attempt] = []
     dead: dict[int, Dead] = {}
@@ -119,6 +152,12 @@ def as_attempts(rows: Sequence[Sequence[Any]]) -> tuple[list[Attempt], dict[int,
             if expired:
                 dead[id] = Dead(Reason.EXPIRED)
                 continue
+            if len(routing_key) > _SURELY_SHORT or len(message_id) > _SURELY_SHORT:
+                _check_lengths(routing_key, message_id)
+            if not (0 <= ended < MOST_TRIES > begun >= 0):
+                raise ValueError(f"{ended} attempts and {begun} starts are no numbers that were counted")
+            if created_at is None or type(body) is not bytes or type(routing_key) is not str:
+                raise ValueError(_OTHER_TYPE)
             message = _message(
                 message_id,
                 routing_key,
@@ -133,21 +172,33 @@ def as_attempts(rows: Sequence[Sequence[Any]]) -> tuple[list[Attempt], dict[int,
             )
             crashes = begun - ended if isolated else begun - ended - 1
             attempts.append(Attempt(message, ended + 1, id, crashes, bool(isolated)))
-        except (TypeError, ValueError) as error:  # somebody else wrote this row
-            dead[id] = Dead(Reason.UNDECODABLE, f"its row cannot be read: {error}")
+        except Exception as error:  # noqa: BLE001 - whatever is wrong with it, the others are read
+            dead[id] = Dead(Reason.UNDECODABLE, _unreadable(error))
     return attempts, dead
+
+
+def _check_lengths(*texts: str) -> None:
+    for text in texts:
+        if len(text.encode()) > LONGEST_KEY:
+            raise ValueError(f"{text[:40]!r}… has more than {LONGEST_KEY} bytes")
+
+
+def _unreadable(error: Exception) -> str:
+    return f"{UNREADABLE}: {str(error)[:500] or type(error).__name__}"
 
 
 def as_dead_letter(row: Any) -> DeadLetter:
     """The dead letter that a row keeps."""
+    message, unreadable = _shown(row)
+    attempts, starts = _number(row.attempts), _number(row.starts)
     return DeadLetter(
         id=row.id,
-        message=as_message(row),
+        message=message,
         queue=row.destination or None,
-        reason=Reason(row.reason),
-        error=row.error,
-        attempt_count=row.attempts,
-        crash_count=max(0, row.starts - row.attempts),
+        reason=_readable_or(lambda: Reason(row.reason), Reason.UNDECODABLE),
+        error=row.error or unreadable,
+        attempt_count=attempts,
+        crash_count=max(0, starts - attempts),
         history=row.history or "",
         died_at=as_utc(row.died_at),
     )
@@ -157,40 +208,77 @@ def as_stored(row: Any, now: datetime) -> StoredMessage:
     """A message where it is now."""
     leased_until = as_utc(row.lease_until) if row.lease_until else None
     leased = leased_until is not None and leased_until > now
+    message, unreadable = _shown(row)
+    attempts, starts = _number(row.attempts), _number(row.starts)
     return StoredMessage(
         row_id=row.id,
-        message=as_message(row),
+        message=message,
         state=_state(row),
         queue=row.destination or None,
-        due_at=as_utc(row.due_at),
+        due_at=as_utc(row.due_at or EARLIEST),
         routed_at=as_utc(row.routed_at) if row.routed_at else None,
         leased_until=leased_until if leased else None,
         done_at=as_utc(row.done_at) if row.done_at else None,
-        attempt_count=row.attempts,
-        crash_count=max(0, row.starts - row.attempts - leased),
+        attempt_count=attempts,
+        crash_count=max(0, starts - attempts - leased),
         history=row.history or "",
         timer_id=row.timer_id,
+        error=unreadable or None,
     )
 
 
 def as_stored_dead_letter(row: Any) -> StoredMessage:
     """A dead letter, told as the end of its message's walk."""
+    message, unreadable = _shown(row)
+    attempts, starts = _number(row.attempts), _number(row.starts)
     return StoredMessage(
         row_id=row.id,
-        message=as_message(row),
+        message=message,
         state="dead",
         queue=row.destination or None,
-        due_at=as_utc(row.due_at),
+        due_at=as_utc(row.due_at or EARLIEST),
         routed_at=as_utc(row.routed_at) if row.routed_at else None,
         leased_until=None,
         done_at=as_utc(row.died_at),
-        attempt_count=row.attempts,
-        crash_count=max(0, row.starts - row.attempts),
+        attempt_count=attempts,
+        crash_count=max(0, starts - attempts),
         history=row.history or "",
         timer_id=row.timer_id,
         reason=row.reason,
-        error=row.error,
+        error=row.error or unreadable,
     )
+
+
+def _shown(row: Any) -> tuple[Message, str]:
+    """The message of a row for people, and what is wrong with it: what cannot be read is left out."""
+    try:
+        return as_message(row), ""
+    except Exception as error:  # noqa: BLE001 - a list goes on behind it
+        headers: dict[str, str] = _readable_or(lambda: _as_headers(row.headers), {}) if row.headers else {}
+        ids: list[str] = _readable_or(lambda: _as_ids(row.tracking_ids), []) if row.tracking_ids else []
+        message = remade(
+            str(row.routing_key),
+            row.body if type(row.body) is bytes else b"",
+            row.content_type,
+            headers,
+            row.key,
+            (*ids, str(row.message_id)),
+            as_utc(row.created_at or EARLIEST),
+            as_utc(row.expires_at) if row.expires_at else None,
+            None,
+        )
+        return message, _unreadable(error)
+
+
+def _readable_or(read: Callable[[], T], otherwise: T) -> T:
+    try:
+        return read()
+    except Exception:  # noqa: BLE001 - a list goes on behind it
+        return otherwise
+
+
+def _number(value: Any) -> int:
+    return value if type(value) is int else 0
 
 
 def history_line(what: str, error: str) -> str:

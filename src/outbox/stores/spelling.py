@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
-from sqlalchemy import ColumnElement, FromClause, Insert, Select, Table
+from sqlalchemy import ColumnElement, DateTime, FromClause, Insert, Select, Table, literal
 from sqlalchemy.types import TypeEngine
+
+from outbox.core.durations import EARLIEST
 
 
 class Spelling(ABC):
@@ -28,6 +31,17 @@ class Spelling(ABC):
     @abstractmethod
     def seconds_until(self, moment: ColumnElement[Any]) -> ColumnElement[float]:
         """How many seconds from now a moment is."""
+
+    def readable(self, column: ColumnElement[Any], otherwise: datetime | None = None) -> ColumnElement[Any]:
+        """A column for a driver to read: a value that some driver could not read is `otherwise`.
+
+        A driver that cannot read one value gives up the whole result.
+        """
+        return column
+
+    def before_all(self) -> ColumnElement[Any]:
+        """What is not later than any time that a row may hold."""
+        return literal(EARLIEST, DateTime(timezone=True))
 
     @abstractmethod
     def among(self, column: ColumnElement[Any], name: str) -> ColumnElement[bool]:

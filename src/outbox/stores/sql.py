@@ -14,6 +14,7 @@ from uuid import UUID, uuid4
 
 from sqlalchemy import (
     URL,
+    BigInteger,
     Boolean,
     ColumnElement,
     Connection,
@@ -31,8 +32,10 @@ from sqlalchemy import (
     Uuid,
     bindparam,
     case,
+    cast,
     create_engine,
     delete,
+    func,
     insert,
     literal,
     not_,
@@ -45,7 +48,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from outbox.core.attempt import Reason
 from outbox.core.binding import Binding
 from outbox.core.diagnosis import Claimable, Examination, Finding
-from outbox.core.durations import Retention
+from outbox.core.durations import EARLIEST, Retention
 from outbox.core.errors import TablesMissing, TransactionError, causes
 from outbox.core.finish import finish
 from outbox.core.message import Message, Schedule
@@ -67,11 +70,10 @@ from outbox.core.store import (
 )
 from outbox.core.transaction_state import TransactionState
 from outbox.stores import circuits, examination, looks, owners
-from outbox.stores.claims import BURIAL, SettleStatements, SqlClaim, executed
+from outbox.stores.claims import BURIAL, SettleStatements, SqlClaim, executed, one_more
 from outbox.stores.dead_letters import SqlDeadLetters
 from outbox.stores.entering import SqlEntering
 from outbox.stores.failures import failure_in, nothing_is_kept
-from outbox.stores.heads import BEGINNING
 from outbox.stores.idle import ask_the_doubtful
 from outbox.stores.lost_claims import LostClaims
 from outbox.stores.receiving import SqlReceiving
@@ -385,7 +387,7 @@ class SqlStore(Spelling):
 
     def search(self, connection: Connection, statement: Any, parameters: Mapping[str, Any]) -> list[Row[Any]]:
         """Run a statement that is built on `due` and answers with `due_at` first."""
-        return list(connection.execute(statement, {**parameters, "since": BEGINNING}).all())
+        return list(connection.execute(statement, {**parameters, "since": None}).all())
 
     def fetched(
         self, connection: Connection, statement: Executable, parameters: Mapping[str, Any]
@@ -420,11 +422,16 @@ class SqlStore(Spelling):
         columns = self.messages.c
         suspected = columns.starts > columns.attempts  # some start of it never ended
         return self.skipping_locked(
-            select(columns.due_at, columns.id, suspected.label("suspected"), columns.routing_key)
+            select(
+                self.readable(columns.due_at, EARLIEST).label("due_at"),
+                columns.id,
+                suspected.label("suspected"),
+                columns.routing_key,
+            )
             .where(
                 columns.destination == bindparam("wanted"),
                 columns.done_at.is_(None),
-                columns.due_at >= bindparam("since", type_=DateTime(timezone=True)),
+                columns.due_at >= func.coalesce(bindparam("since", type_=DateTime(timezone=True)), self.before_all()),
                 columns.due_at <= self.now(),
                 self._unleased(self.now()),
                 bindparam("suspected", type_=Boolean) | not_(suspected),
@@ -438,34 +445,37 @@ class SqlStore(Spelling):
         return self.leasing_some_apart(self.among(self.messages.c.id, "ids"))
 
     def leasing(self, chosen: ColumnElement[bool], isolated: ColumnElement[bool] | None = None, **further: Any) -> Any:
-        """The statement that leases rows, counts their start, and tells what they hold."""
+        """The statement that leases rows, writes what else it is given, and tells what they hold."""
         columns = self.messages.c
         told: dict[str, ColumnElement[Any]] = {
+            "due_at": self.readable(columns.due_at, EARLIEST),
             "expired": columns.expires_at <= self.now(),
             "isolated": literal(0) if isolated is None else isolated,
         }
         leased = {
             "lease_token": bindparam("token", type_=Uuid),
             "lease_until": self.later(self.now(), bindparam("lease", type_=Float)),
-            "starts": columns.starts + 1,
         }
         return (
             update(self.messages)
             .where(chosen)
             .values({**leased, **further})
-            .returning(*(told[name].label(name) if name in told else columns[name] for name in CLAIMED))
+            .returning(
+                *((told[name] if name in told else self.readable(columns[name])).label(name) for name in CLAIMED)
+            )
         )
 
     def leasing_some_apart(self, chosen: ColumnElement[bool]) -> Any:
         """The same; isolated attempts are leased by a token of their own, and their start is not counted yet."""
         columns, apart = self.messages.c, bindparam("apart", type_=Uuid)
         in_time = columns.expires_at.is_(None) | (columns.expires_at > self.now())
-        isolated = (columns.starts - columns.attempts == bindparam("isolated_at", type_=Integer)) & in_time
+        crashes = cast(columns.starts, BigInteger) - columns.attempts  # a row may hold whatever fits into its columns
+        isolated = (crashes == bindparam("isolated_at", type_=Integer)) & in_time
         return self.leasing(
             chosen,
             isolated=columns.lease_token == apart,
             lease_token=case((isolated, apart), else_=bindparam("token", type_=Uuid)),
-            starts=columns.starts + case((isolated, 0), else_=1),
+            starts=case((isolated, columns.starts), else_=one_more(columns.starts)),
         )
 
     def _unleased(self, moment: ColumnElement[Any]) -> ColumnElement[bool]:
@@ -483,6 +493,10 @@ class SqlStore(Spelling):
     def announce(self, *destinations: str | None) -> None:
         for destination in destinations:
             self._wakeup.ring(destination or NOT_ROUTED)
+
+    def ring(self, destination: str) -> None:
+        """End the waits of this process for a destination."""
+        self._wakeup.ring(destination)
 
     def turn(self, *, for_caller: bool = False) -> AbstractAsyncContextManager[None]:
         return nullcontext()

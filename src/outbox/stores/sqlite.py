@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from datetime import datetime
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -16,23 +17,30 @@ from sqlalchemy import (
     URL,
     ColumnElement,
     Connection,
+    DateTime,
+    Dialect,
     Engine,
     Executable,
     Float,
     FromClause,
     Insert,
+    LargeBinary,
     NullPool,
     Select,
     StaticPool,
+    String,
     Table,
+    TypeDecorator,
     bindparam,
     case,
     cast,
     create_engine,
     event,
     func,
+    literal_column,
     null,
     select,
+    type_coerce,
 )
 from sqlalchemy.dialects.sqlite import insert as sqlite_insert
 from sqlalchemy.exc import OperationalError
@@ -40,7 +48,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from sqlalchemy.types import TypeEngine
 
 from outbox.core.diagnosis import Examination, Finding
-from outbox.core.durations import Retention
+from outbox.core.durations import LATEST, OLDEST, Retention
 from outbox.core.errors import ConfigurationError, SnapshotConflict, TablesMissing, TransactionError
 from outbox.core.loops import LoopLocal
 from outbox.core.store import AnyEngine, Difference, Rows
@@ -48,6 +56,7 @@ from outbox.core.transaction_state import TransactionState
 from outbox.stores import sqlite_examination, sqlite_state
 from outbox.stores.failures import nothing_is_kept
 from outbox.stores.qualified import qualified
+from outbox.stores.rows import as_utc
 from outbox.stores.sql import SqlStore
 from outbox.stores.sqlite_check import SqliteCheck
 from outbox.stores.sqlite_files import files, make_private, notice_replacement
@@ -230,6 +239,14 @@ class SqliteStore(SqlStore):
     def seconds_until(self, moment: ColumnElement[Any]) -> ColumnElement[float]:
         return cast((func.julianday(moment) - func.julianday("now")) * 86_400, Float)
 
+    def readable(self, column: ColumnElement[Any], otherwise: datetime | None = None) -> ColumnElement[Any]:
+        if isinstance(column.type, DateTime):
+            return type_coerce(column, _Time(otherwise))
+        return type_coerce(column, _Bytes()) if isinstance(column.type, LargeBinary) else column
+
+    def before_all(self) -> ColumnElement[Any]:
+        return literal_column("-9e999")  # numbers are before texts
+
     def among(self, column: ColumnElement[Any], name: str) -> ColumnElement[bool]:
         return column.in_(select(func.json_each(bindparam(name)).table_valued("value").c.value))
 
@@ -280,6 +297,36 @@ class SqliteStore(SqlStore):
                 )
             in_loop.thread = _MemoryThread(self._given) if in_memory(self._given.url) else _Thread(self._given.url)
         return in_loop.thread
+
+
+class _Time(TypeDecorator[datetime]):
+    """Reads a time where any text may be, or a number: SQLite checks no types."""
+
+    impl = String
+    cache_ok = True
+
+    def __init__(self, otherwise: datetime | None) -> None:
+        super().__init__()
+        self.otherwise = otherwise
+
+    def process_result_value(self, value: Any, dialect: Dialect) -> datetime | None:
+        if value is None:
+            return None
+        try:
+            moment = as_utc(datetime.fromisoformat(value))
+        except (TypeError, ValueError, OverflowError):
+            return self.otherwise
+        return moment if OLDEST <= moment < LATEST else self.otherwise
+
+
+class _Bytes(TypeDecorator[bytes]):
+    """Reads bytes where there may be anything else."""
+
+    impl = String
+    cache_ok = True
+
+    def process_result_value(self, value: Any, dialect: Dialect) -> bytes | None:
+        return value if isinstance(value, bytes) else None
 
 
 class _InLoop:

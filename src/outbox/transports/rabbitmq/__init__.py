@@ -12,6 +12,7 @@ import aiormq
 from aio_pika.abc import AbstractConnection, AbstractRobustConnection
 from yarl import URL
 
+from outbox.core.binding import LONGEST_KEY
 from outbox.core.cancellation import cancelled_from_outside
 from outbox.core.errors import ConfigurationError, TransportClosed, TransportUnavailable
 from outbox.core.events import Advised
@@ -39,6 +40,7 @@ from outbox.transports.rabbitmq.watching import Watch
 
 HEARTBEAT = 10  # seconds, if the URL has none: a connection that is silent for three times as long is dead
 START_WITHIN = 10.0  # seconds that a worker's start waits for a broker that is away
+_SURELY_SHORT = LONGEST_KEY // 4  # characters, none of which has more than four bytes
 LARGEST_PROPERTIES = 131_072 - 64  # bytes: they travel in one frame, and this is what brokers allow for one
 
 DEFAULTS = Defaults()
@@ -113,8 +115,8 @@ class RabbitmqTransport:
         for message in messages:
             try:
                 batch.append(_outgoing(exchange, message))
-            except Unsendable as error:
-                refused[message.id] = Refusal(str(error), permanent=True)
+            except Exception as error:  # noqa: BLE001 - one message that cannot be written takes no other with it
+                refused[message.id] = Refusal(_unsendable(error), permanent=True)
         results = await self._published(batch) if batch else []
         confirmed = []
         for outgoing, result in zip(batch, results, strict=True):
@@ -300,4 +302,10 @@ def _outgoing(exchange: str, message: Message) -> Outgoing:
     properties = encoded(message)
     if len(properties) > LARGEST_PROPERTIES:
         raise Unsendable(f"its headers have {len(properties)} bytes, and RabbitMQ takes {LARGEST_PROPERTIES}")
+    if len(message.routing_key) > _SURELY_SHORT and len(message.routing_key.encode()) > LONGEST_KEY:
+        raise Unsendable(f"its routing key has more than {LONGEST_KEY} bytes")
     return Outgoing(exchange, message.routing_key, properties, message.body, message.id)
+
+
+def _unsendable(error: Exception) -> str:
+    return str(error) if isinstance(error, Unsendable) else f"it cannot be written as AMQP: {error!r}"

@@ -1,0 +1,123 @@
+"""Rows that another program wrote: each kind is one that emit would not have written, and what becomes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+UNDECODABLE, EXPIRED, REFUSED = "undecodable", "expired", "refused"  # dead letters, by their reason
+SENT = "sent"  # sent or handled, like any other
+WAITS = "waits"  # it is not due yet, and never will be
+
+SETUPS = ("worker", "function", "http", "rabbitmq", "sqlite")
+
+DEEP = 20_000
+LONG = "é" * 255  # fits into its column, and has 510 bytes
+HIGHEST = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A row: the columns in which it differs from an ordinary one, and its fate."""
+
+    columns: Mapping[str, Any]
+    fate: str = UNDECODABLE
+    elsewhere: Mapping[str, str] = field(default_factory=dict)  # by set-up, where its fate is another one
+
+    def fate_in(self, setup: str) -> str:
+        return self.elsewhere.get(setup, self.fate)
+
+
+# Routing a message sets its counts to zero, so a queue of the database sees those only where a row names its queue.
+_ROUTED = {"worker": SENT, "sqlite": SENT}
+COUNTS = {
+    "starts at their end": Kind({"starts": HIGHEST}, UNDECODABLE, _ROUTED),
+    "starts before their end": Kind({"starts": HIGHEST - 1}, UNDECODABLE, _ROUTED),
+    "attempts at their end": Kind({"attempts": HIGHEST}, UNDECODABLE, _ROUTED),
+    "attempts and starts at their end": Kind({"attempts": HIGHEST, "starts": HIGHEST}, UNDECODABLE, _ROUTED),
+    "more attempts than there can be": Kind({"attempts": 10**9, "starts": 10**9}, UNDECODABLE, _ROUTED),
+    "negative starts": Kind({"starts": -HIGHEST - 1}, UNDECODABLE, _ROUTED),
+    "negative attempts": Kind({"attempts": -HIGHEST - 1, "starts": HIGHEST}, UNDECODABLE, _ROUTED),
+}
+
+_AMQP_REFUSES = {"rabbitmq": REFUSED}
+HEADERS = {
+    "headers: a list": Kind({"headers": '["a"]'}),
+    "headers: a number": Kind({"headers": "5"}),
+    "headers: a text": Kind({"headers": '"x"'}),
+    "headers: null": Kind({"headers": "null"}),
+    "headers: no JSON": Kind({"headers": "x"}),
+    "headers: cut off": Kind({"headers": '{"a": "b'}),
+    "headers: a number as value": Kind({"headers": '{"a": 5}'}),
+    "headers: a list as value": Kind({"headers": '{"a": ["b"]}'}),
+    "headers: nested lists": Kind({"headers": "[" * DEEP + "]" * DEEP}),
+    "headers: nested objects": Kind({"headers": '{"a":' * DEEP + "1" + "}" * DEEP}),
+    "headers: large": Kind({"headers": '{"a": "' + "x" * 200_000 + '"}'}, SENT, _AMQP_REFUSES),
+    "headers: a broker's own": Kind({"headers": '{"CC": "elsewhere"}'}, SENT, _AMQP_REFUSES),
+    "headers: a line break": Kind({"headers": r'{"a": "b\r\nc: d"}'}, SENT),
+}
+
+TRACKING_IDS = {
+    "tracking ids: a number": Kind({"tracking_ids": "5"}),
+    "tracking ids: a text": Kind({"tracking_ids": '"abc"'}),
+    "tracking ids: an object": Kind({"tracking_ids": '{"a": 1}'}),
+    "tracking ids: numbers": Kind({"tracking_ids": "[1]"}),
+    "tracking ids: no JSON": Kind({"tracking_ids": "x"}),
+    "tracking ids: nested lists": Kind({"tracking_ids": "[" * DEEP + "]" * DEEP}),
+}
+
+# SQLite keeps times as text, and of what is no time it knows neither before nor after.
+TIMES = {
+    "created_at: year 20000": Kind({"created_at": "20000-01-01 00:00:00Z"}),
+    "created_at: 4000 BC": Kind({"created_at": "4000-01-01 00:00:00Z BC"}),
+    "created_at: infinity": Kind({"created_at": "infinity"}),
+    "created_at: -infinity": Kind({"created_at": "-infinity"}),
+    "created_at: the last second of 9999": Kind({"created_at": "9999-12-31 23:59:59Z"}),
+    "created_at: the first second of 1": Kind({"created_at": "0001-01-01 00:00:00Z"}),
+    "expires_at: year 20000": Kind({"expires_at": "20000-01-01 00:00:00Z"}, SENT, {"sqlite": EXPIRED}),
+    "expires_at: the last second of 9999": Kind({"expires_at": "9999-12-31 23:59:59Z"}, SENT),
+    "expires_at: 4000 BC": Kind({"expires_at": "4000-01-01 00:00:00Z BC"}, EXPIRED, {"sqlite": SENT}),
+    "expires_at: infinity": Kind({"expires_at": "infinity"}, SENT),
+    "expires_at: -infinity": Kind({"expires_at": "-infinity"}, EXPIRED),
+    "due_at: 4000 BC": Kind({"due_at": "4000-01-01 00:00:00Z BC"}, SENT, {"sqlite": WAITS}),
+    "due_at: -infinity": Kind({"due_at": "-infinity"}, SENT),
+    "due_at: infinity": Kind({"due_at": "infinity"}, WAITS),
+    "first_due_at: year 20000": Kind({"first_due_at": "20000-01-01 00:00:00Z"}, SENT),
+    "first_due_at: -infinity": Kind({"first_due_at": "-infinity"}, SENT),
+    "routed_at: infinity": Kind({"routed_at": "infinity"}, SENT),
+}
+
+TEXTS = {
+    "routing key: 510 bytes": Kind({"routing_key": LONG}),
+    "routing key: empty": Kind({"routing_key": ""}, SENT),
+    "routing key: a line break": Kind({"routing_key": "bad\nrow"}, SENT),
+    "message id: 510 bytes": Kind({"message_id": LONG}),
+    "message id: empty": Kind({"message_id": ""}, SENT),
+    "key: 510 bytes": Kind({"key": LONG}, SENT),
+    "content type: 510 bytes": Kind({"content_type": LONG}, SENT, _AMQP_REFUSES),
+    "content type: empty": Kind({"content_type": ""}, SENT),
+    "history: long": Kind({"history": "x" * 100_000}, SENT),
+}
+
+GROUPS: Mapping[str, Mapping[str, Kind]] = {
+    "counts": COUNTS,
+    "headers": HEADERS,
+    "tracking ids": TRACKING_IDS,
+    "times": TIMES,
+    "texts": TEXTS,
+}
+KINDS = {name: kind for group in GROUPS.values() for name, kind in group.items()}
+
+# What only SQLite keeps, whose columns have no types.
+UNTYPED = {
+    "body: a text": Kind({"body": "text"}),
+    "body: a number": Kind({"body": 2**40}),
+    "routing key: bytes": Kind({"routing_key": b"bad"}),
+    "attempts: a text": Kind({"attempts": "many"}, SENT),
+    "created_at: a number": Kind({"created_at": 5}),
+    "created_at: any text": Kind({"created_at": "yesterday"}),
+    "due_at: a number": Kind({"due_at": 5}, SENT),
+    "due_at: no day": Kind({"due_at": "2020-99-99 00:00:00"}, SENT),
+    "due_at: any text": Kind({"due_at": "tomorrow"}, WAITS),
+}
