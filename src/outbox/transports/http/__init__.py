@@ -46,6 +46,7 @@ Write = Callable[[Message, str], tuple[dict[str, str], bytes]]
 _DEFAULTS = Defaults()
 _MODES: Mapping[str, Write] = {"structured": cloudevents.structured, "binary": cloudevents.binary}
 _TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
+_LIKE_A_TOKEN = re.compile(r"(?=.*[0-9])(?=.*[A-Za-z]).{12,}")  # part of a path that is no word
 _OURS = ("content-", "ce-", "webhook-", "transfer-encoding", "host", "connection", "expect")
 
 
@@ -340,8 +341,9 @@ def _checked_headers(headers: Mapping[str, str], place: Place) -> dict[str, str]
 
 
 def _secret_words(headers: Mapping[str, str], place: Place) -> re.Pattern[bytes]:
-    """Finds what travels with every request and may be secret: values of headers and of the query."""
+    """Finds what travels with every request and may be secret: headers, the password, the query, tokens in the path."""
     values = [value for name, value in headers.items() if name != "user-agent"]
-    words = {word for value in (*values, *place.url.query.values()) for word in value.split()}
+    words = {word for value in (*values, place.password, *place.url.query.values()) for word in value.split()}
+    words |= {part for part in (*place.url.parts, *place.url.raw_parts) if _LIKE_A_TOKEN.fullmatch(part)}
     secret = sorted((re.escape(word.encode()) for word in words if len(word) >= SHORTEST_SECRET), key=len, reverse=True)
     return re.compile(b"|".join(secret) or b"(?!)")

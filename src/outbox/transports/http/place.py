@@ -20,6 +20,7 @@ class Place:
 
     url: URL = field(repr=False)
     authorization: str | None = field(repr=False)
+    password: str = field(repr=False)
 
     @classmethod
     def of(cls, text: str, *, plain_http: bool, untrusted: bool) -> Self:
@@ -30,7 +31,7 @@ class Place:
                 f"http://{url.host} would send messages readable for everyone on the way: use https://, or "
                 "HttpTransport(…, plain_http=True) if the way is a private one"
             )
-        return cls(url.with_user(None).with_fragment(None), _authorization(url))
+        return cls(url.with_user(None).with_fragment(None), _authorization(url), url.password or "")
 
     @property
     def host(self) -> str:
