@@ -126,6 +126,7 @@ class Outbox:
             webhook_secrets=settings.webhook_secrets,
             retry_policy=settings.policy("retry_delays"),
             observe=self._observe,
+            max_body_size=settings.max_body_size,
         )
         return routes_for(settings.routes, defaults) if settings.routes else transport_for(settings.transport, defaults)
 

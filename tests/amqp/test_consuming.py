@@ -15,6 +15,7 @@ from outbox import Listener, Message
 from outbox.core.attempt import Dead, Done, Reason, Released, RetryIn
 from outbox.core.errors import TransportUnavailable
 from outbox.core.landing import Landing
+from outbox.core.message import LARGEST_BODY
 from outbox.core.transport import Delivery, Transport
 from outbox.transports.rabbitmq import acknowledging
 from tests.amqp.peer import LONG, Consuming, Peer, Published
@@ -243,7 +244,7 @@ async def test_the_headers_that_rabbitmq_4_writes_are_not_the_listeners_business
         taking = Taking(transport)
         taking.begin()
         consumer = await peer.consuming()
-        consumer.deliver(headers={**OF_RABBITMQ_4, "color": "red", "outbox-attempt": 2})
+        consumer.deliver(headers={**OF_RABBITMQ_4, "color": "red", "outbox-attempt": 2}, exchange="")
         attempt = (await taking.take()).attempt
         assert dict(attempt.message.headers) == {"color": "red"}
         assert attempt.attempt_count == 2
@@ -411,7 +412,7 @@ async def test_a_dead_letter_that_the_broker_rejects_is_neither_acknowledged_nor
 async def test_headers_that_nobody_can_read_make_a_dead_letter_and_end_nobody_elses_delivery(
     peer: Peer, taking: Taking, consumer: Consuming
 ) -> None:
-    bad = consumer.deliver(b"{}", headers={"outbox-attempt": "seven"})
+    bad = consumer.deliver(b"{}", headers={"outbox-attempt": "seven"}, exchange="")
     good = consumer.deliver(b"next")
     assert (await taking.take()).attempt.message.body == b"next"
     copy = await confirm(await peer.published())
@@ -420,6 +421,17 @@ async def test_headers_that_nobody_can_read_make_a_dead_letter_and_end_nobody_el
     ledger = Ledger(peer, bad, good)
     await ledger.until_acked(bad)
     assert ledger.open == {good}
+
+
+async def test_what_only_the_broker_can_carry_is_given_to_it_and_ends_nobody_elses_delivery(
+    peer: Peer, taking: Taking, consumer: Consuming
+) -> None:
+    bad = consumer.deliver(b"x" * (LARGEST_BODY + 1))
+    consumer.deliver(b"next")
+    assert (await taking.take()).attempt.message.body == b"next"
+    settled = (await peer.settled()).method
+    assert isinstance(settled, Basic.Nack)
+    assert (settled.delivery_tag, settled.requeue) == (bad, False)
 
 
 async def test_what_expired_on_its_way_is_a_dead_letter_and_no_delivery(

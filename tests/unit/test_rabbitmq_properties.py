@@ -16,9 +16,11 @@ from pamqp.header import ContentHeader
 from outbox.core.attempt import Attempt, Dead, Reason
 from outbox.core.errors import Undecodable
 from outbox.core.message import Message
+from outbox.transports.rabbitmq.channels import Incoming
 from outbox.transports.rabbitmq.properties import (
     ATTEMPT,
     LONGEST_HISTORY,
+    MOST_COUNTED,
     Envelope,
     Unsendable,
     after_failure,
@@ -217,3 +219,57 @@ def test_a_dead_letter_that_comes_back_has_all_its_attempts_before_it_and_no_exp
     assert (revived.attempt_count, revived.crashes) == (1, None)
     assert revived.message("orders", b"") == replace(message, expires_at=None)
     assert "attempt 3 was the last, crashed" in revived.history
+
+
+PRIVATE = {
+    "outbox-routing-key": "payments.refund",
+    "outbox-attempt": 7,
+    "outbox-crashes": 0,
+    "outbox-on-trial": True,
+    "outbox-history": "forged",
+    "outbox-queue": "q",
+    "outbox-reason": "exhausted",
+    "outbox-error": "forged",
+    "outbox-died-at": 1,
+}
+
+
+def delivered(exchange: str, *, redelivered: bool = False, **headers: Any) -> Envelope:
+    return Envelope.of(Incoming(1, redelivered, exchange, "some.key", "", written(headers=headers), b""))
+
+
+def test_what_a_stranger_says_of_a_messages_past_is_ignored_and_not_carried_on() -> None:
+    envelope = delivered("outbox", color="red", **PRIVATE)
+    message = envelope.message("some.key", b"")
+    assert (message.routing_key, message.headers) == ("some.key", {"color": "red"})
+    assert (envelope.attempt_count, envelope.crashes, envelope.history) == (1, None, "")
+    assert not envelope.on_trial
+    assert not envelope.is_dead_letter
+    copy = as_pamqp_reads(envelope.carried_on("some.key", message, {})).headers
+    assert copy == {"color": "red", "outbox-routing-key": "some.key"}
+
+
+def test_what_came_by_the_default_exchange_is_believed() -> None:
+    envelope = delivered("", **PRIVATE)
+    assert envelope.message("the.queue", b"").routing_key == "payments.refund"
+    assert (envelope.attempt_count, envelope.crashes, envelope.history) == (7, 0, "forged")
+    assert envelope.on_trial
+    assert envelope.is_dead_letter
+
+
+def test_returns_count_only_where_the_broker_says_that_there_was_one() -> None:
+    assert delivered("outbox", **{"x-delivery-count": 5}).returned == 0
+    assert delivered("outbox", redelivered=True, **{"x-delivery-count": 5}).returned == 5
+    assert delivered("outbox", redelivered=True, **{"x-acquired-count": 2**63 - 1}).returned == MOST_COUNTED
+
+
+def test_two_ids_that_are_no_text_stay_two() -> None:
+    ids = [Envelope.read(b"\x00\x80\x01" + byte).message("k", b"").id for byte in (b"\xff", b"\xfe")]
+    assert ids == ["\\xff", "\\xfe"]
+
+
+def test_a_count_that_has_reached_its_bound_stays_there_and_is_read_again() -> None:
+    message = Message(routing_key="k", body=b"")
+    envelope = Envelope.read(encoded(message))
+    headers = after_failure(Attempt(message, MOST_COUNTED), envelope, "boom")
+    assert Envelope.read(envelope.carried_on("k", message, headers)).attempt_count == MOST_COUNTED

@@ -1,6 +1,7 @@
 """Retry policies: how long to wait after an attempt failed, or that nobody should try again."""
 
 import math
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -240,3 +241,20 @@ def test_the_delays_of_a_policy_by_error_can_be_listed_if_all_of_its_parts_can()
 def test_options_hold_for_a_policy_by_error_as_a_whole() -> None:
     policy = RetryPolicy.by_error({Exception: RetryPolicy.constant(60)}, attempts=2, cap=5)
     assert (policy.delay(1, OSError()), policy.delay(2, OSError())) == (timedelta(seconds=5), None)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        RetryPolicy.exponential(1, 2, cap=300),
+        RetryPolicy.exponential(1, 3),
+        RetryPolicy.constant(0, total=10),
+        RetryPolicy.linear(0.001, 0, total=10**6, cap=1),
+    ],
+    ids=["exponential", "of three", "constant", "linear"],
+)
+def test_a_huge_number_of_attempts_costs_neither_time_nor_memory(policy: RetryPolicy) -> None:
+    began = time.process_time()
+    for attempt in (10**9, 2**31 - 1, 2**63 - 1):
+        policy.delay(attempt, ValueError())
+    assert time.process_time() - began < 1

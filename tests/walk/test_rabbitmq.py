@@ -246,7 +246,8 @@ async def test_a_header_of_ours_that_is_not_what_it_should_be_makes_a_dead_lette
     ):
         channel = await connection.channel()
         exchange = await channel.get_exchange(table_name)
-        await exchange.publish(aio_pika.Message(b"1", headers={"outbox-attempt": "many", "kept": "yes"}), "a")
+        odd = aio_pika.Message(b"1", headers={"outbox-attempt": "many", "kept": "yes"})
+        await channel.default_exchange.publish(odd, queue)
         await exchange.publish(aio_pika.Message(b"2"), "a")
         assert await arrival(arrivals) == 2
         dead = await channel.get_queue(f"{queue}.dlq")

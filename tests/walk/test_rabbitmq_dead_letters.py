@@ -263,7 +263,7 @@ async def test_what_a_stranger_put_there_is_listed_the_same_at_every_look_and_ca
     assert {each.id for each in found} == {letter.message.id for letter in letters}
 
 
-async def test_what_nobody_can_read_is_listed_and_stays_until_it_is_discarded(
+async def test_what_cannot_be_read_is_listed_and_stays_until_it_is_discarded(
     limited: None, transport: RabbitmqTransport, rabbitmq_url: str
 ) -> None:
     header = b"\x02\xff\xfeS\x00\x00\x00\x01x"  # its name is no text
@@ -276,10 +276,10 @@ async def test_what_nobody_can_read_is_listed_and_stays_until_it_is_discarded(
     letters = transport.dead_letters
     strange, fine = await letters.list()
     assert (strange.reason, strange.message.body) == (Reason.UNDECODABLE, b"strange")
-    assert "it can be discarded" in strange.error
-    assert await letters.replay([strange.id, fine.id]) == 1
+    assert "is no UTF-8" in strange.error
+    assert await letters.replay([fine.id]) == 1
     for _ in range(2 * LIMIT):
-        assert await letters.list() == [strange]
+        assert [letter.id for letter in await letters.list()] == [strange.id]
     assert await letters.discard([strange.id]) == 1
     assert await letters.list() == []
 

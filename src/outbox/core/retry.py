@@ -139,12 +139,13 @@ class RetryPolicy:
     def _used_up(self, attempt_count: int, error: BaseException) -> bool:
         if self.total is None:
             return False
-        waited = NO_DELAY
-        for earlier in range(1, attempt_count + 1):
-            waited += self._pause(earlier, error) or NO_DELAY
+        waited = pause = NO_DELAY
+        for earlier in range(1, min(attempt_count, _FAR) + 1):
+            pause = self._pause(earlier, error) or NO_DELAY
+            waited += pause
             if waited > self.total:
                 return True
-        return False
+        return _times(waited, 1, pause, max(0, attempt_count - _FAR)) > self.total
 
     @classmethod
     def _with(
@@ -207,7 +208,8 @@ def _times(start: timedelta, once: int, step: timedelta, count: int) -> timedelt
 
 
 def _power(start: timedelta, factor: float, exponent: int) -> timedelta:
+    """A float overflows at once, where a whole number would grow until the memory is full."""
     try:
-        return min(LONGEST, start * factor**exponent)
+        return min(LONGEST, start * float(factor) ** exponent)
     except OverflowError:
-        return LONGEST
+        return LONGEST if start else NO_DELAY

@@ -32,15 +32,16 @@ def tracking() -> Iterator[tuple[str, ...]]:
 
 def follow(tracking_ids: tuple[str, ...]) -> None:
     """Let the rest of this task be what follows from the message with these tracking ids."""
-    _tracking_ids.set(_kept(tracking_ids))
+    _tracking_ids.set(kept(tracking_ids))
 
 
 def next_tracking_ids() -> tuple[str, ...]:
     """The tracking ids of what is made here: those that led here, and a new one."""
-    return _kept((*get_tracking_ids(), new_id()))
+    return kept((*get_tracking_ids(), new_id()))
 
 
-def _kept(tracking_ids: tuple[str, ...]) -> tuple[str, ...]:
+def kept(tracking_ids: tuple[str, ...]) -> tuple[str, ...]:
+    """Of many ids those that are kept: the first and the last ones."""
     if len(tracking_ids) <= MOST_IDS:
         return tracking_ids
     return (tracking_ids[0], *tracking_ids[1 - MOST_IDS :])

@@ -15,7 +15,7 @@ from outbox.core.dead_letter import DeadLetters
 from outbox.core.events import Observer
 from outbox.core.landing import Landing
 from outbox.core.listener import Listener
-from outbox.core.message import Message
+from outbox.core.message import LARGEST_BODY, Message
 from outbox.core.retry import RetryPolicy, as_retry_policy
 from outbox.core.store import Lease, Leased, Rows, Wanted
 from outbox.core.webhooks import Secrets
@@ -43,6 +43,7 @@ class Defaults:
     webhook_secrets: Secrets | None = None
     retry_policy: RetryPolicy = field(default_factory=lambda: as_retry_policy((1, 10, 60, 300)))
     observe: Observer = field(default=lambda event: None)
+    max_body_size: int = LARGEST_BODY  # bytes
 
 
 @dataclass(frozen=True, slots=True)

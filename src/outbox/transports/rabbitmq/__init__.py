@@ -30,7 +30,7 @@ from outbox.transports.rabbitmq.frames import FrameWire
 from outbox.transports.rabbitmq.link import Connect, Link, refusal
 from outbox.transports.rabbitmq.management import ManagementAway, dead_letter_queues
 from outbox.transports.rabbitmq.plain import PlainWire
-from outbox.transports.rabbitmq.properties import Unsendable, encoded
+from outbox.transports.rabbitmq.properties import LARGEST_PROPERTIES, Unsendable, encoded
 from outbox.transports.rabbitmq.publishing import ANSWER_WITHIN, Publishing, Result
 from outbox.transports.rabbitmq.quieting import supervised
 from outbox.transports.rabbitmq.returning import taking_messages
@@ -41,7 +41,6 @@ from outbox.transports.rabbitmq.watching import Watch
 HEARTBEAT = 10  # seconds, if the URL has none: a connection that is silent for three times as long is dead
 START_WITHIN = 10.0  # seconds that a worker's start waits for a broker that is away
 _SURELY_SHORT = LONGEST_KEY // 4  # characters, none of which has more than four bytes
-LARGEST_PROPERTIES = 131_072 - 64  # bytes: they travel in one frame, and this is what brokers allow for one
 
 DEFAULTS = Defaults()
 
@@ -68,12 +67,13 @@ class RabbitmqTransport:
         self._answer_within = answer_within
         self._names = Names(defaults.exchange_name, defaults.queue_prefix)
         self._retry_policy = defaults.retry_policy
+        self._largest_body = defaults.max_body_size
         self._observe = defaults.observe
         self._opened = 0  # a relay and a worker of one process share this transport
         self._trays: set[Tray] = set()
         self._listeners: dict[str, Listener] = {}  # by queue: delays are shared, so all are declared whenever one is
         self._management_url = defaults.management_url
-        self.dead_letters = RabbitmqDeadLetters(self._names, self._hands, self._queues)
+        self.dead_letters = RabbitmqDeadLetters(self._names, self._hands, self._queues, self._largest_body)
 
     @classmethod
     def of(cls, where: str | AbstractConnection, defaults: Defaults) -> Self:
@@ -174,6 +174,7 @@ class RabbitmqTransport:
             declare=lambda: self.declare([listener]),
             observe=self._observe,
             trays=self._trays,
+            largest_body=self._largest_body,
         )
 
     @asynccontextmanager

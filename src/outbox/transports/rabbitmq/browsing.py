@@ -62,9 +62,9 @@ async def alone(wire: Wire, lock: str) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def browsing(wire: Wire, names: Names, queue: str) -> AsyncIterator[Browse]:
+async def browsing(wire: Wire, names: Names, queue: str, largest_body: int) -> AsyncIterator[Browse]:
     """The dead letters of a listener's queue."""
-    browse = Browse(await wire.channel(), await asked(wire.client_channel()), names, queue)
+    browse = Browse(await wire.channel(), await asked(wire.client_channel()), names, queue, largest_body)
     try:
         yield browse
     finally:
@@ -74,10 +74,13 @@ async def browsing(wire: Wire, names: Names, queue: str) -> AsyncIterator[Browse
 class Browse:
     """Letters in the order in which they come."""
 
-    def __init__(self, channel: Channel, counting: AbstractChannel, names: Names, queue: str) -> None:
+    def __init__(
+        self, channel: Channel, counting: AbstractChannel, names: Names, queue: str, largest_body: int
+    ) -> None:
         self._channel = channel
         self._counting = counting
         self._queue = queue
+        self._largest_body = largest_body  # bytes that a worker takes
         self._home = names.queue(queue)  # as the broker calls it
         self._name = names.dead_letter_queue(self._home)
         self._arrived: list[Incoming] = []
@@ -102,7 +105,7 @@ class Browse:
         if wanted:
             await self._take(wanted)
         arrived, self._arrived = self._arrived, []
-        letters = [read(self._queue, self._home, incoming) for incoming in arrived]
+        letters = [read(self._queue, self._home, incoming, self._largest_body) for incoming in arrived]
         self.most_returned = max([self.most_returned, *(letter.returned for letter in letters)])
         return letters
 

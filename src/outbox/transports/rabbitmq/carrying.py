@@ -15,7 +15,7 @@ from outbox.core.pace import Pace
 from outbox.core.tracking import new_id
 from outbox.core.transport import Refusal
 from outbox.transports.rabbitmq.confirms import Answer, Outgoing
-from outbox.transports.rabbitmq.properties import Envelope
+from outbox.transports.rabbitmq.properties import Envelope, Unsendable
 from outbox.transports.rabbitmq.publishing import Publishing, Result
 from outbox.transports.rabbitmq.topology import Names, Topology, step
 
@@ -57,7 +57,7 @@ class Courier:
         if delay:
             return await self._until_confirmed(self._names.delay(self._held_back(delay)), parcel, delay)
         if not self._default_is_closed:
-            answer = await self._once(self._outgoing("", parcel))
+            answer = await self._once("", parcel)
             if answer is not Answer.FORBIDDEN:
                 return await self._until_confirmed("", parcel, NO_DELAY, answer)
             self._default_is_closed = True
@@ -66,7 +66,7 @@ class Courier:
         return shortest is not None and await self._until_confirmed(shortest, parcel, NO_DELAY)
 
     async def to_the_dead(self, parcel: Parcel) -> bool:
-        """To the dead letters of its queue; False: this user may not, and the broker must do it."""
+        """To the dead letters of its queue; False: it does not fit, or this user may not, and the broker must do it."""
         if not self.writes_dead_letters:
             return False
         return await self._until_answered(self._names.dead_letter_exchange, parcel) is Answer.CONFIRMED
@@ -87,12 +87,12 @@ class Courier:
 
     async def back_at_once(self, parcel: Parcel) -> bool:
         """To its own queue, if that works without another try."""
-        return not self._default_is_closed and await self._once(self._outgoing("", parcel)) is Answer.CONFIRMED
+        return not self._default_is_closed and await self._once("", parcel) is Answer.CONFIRMED
 
     async def back_later(self, parcel: Parcel, delay: timedelta) -> bool:
         """To its own queue after about so long, if there is a delay and that works without another try."""
         nearest = None if self.topology is None else self.topology.nearest_delay(delay)
-        return nearest is not None and await self._once(self._outgoing(nearest, parcel)) is Answer.CONFIRMED
+        return nearest is not None and await self._once(nearest, parcel) is Answer.CONFIRMED
 
     async def close(self) -> None:
         """Nobody waits for answers any more."""
@@ -105,10 +105,9 @@ class Courier:
         self, exchange: str, parcel: Parcel, delay: timedelta, answer: Result | None = None
     ) -> bool:
         """Try until it is confirmed, or until it is certain that it never will be."""
-        outgoing = self._outgoing(exchange, parcel)
         pace = Pace(LONGEST_PAUSE, SHORTEST_PAUSE)
         if answer is None:
-            answer = await self._once(outgoing)
+            answer = await self._once(exchange, parcel)
         while answer is not Answer.CONFIRMED:
             if isinstance(answer, Refusal) and answer.permanent:
                 return False
@@ -116,15 +115,14 @@ class Courier:
                 await self._make(delay, pace, parcel)
             else:
                 await self._pause(pace, parcel, answer)
-            answer = await self._once(outgoing)
+            answer = await self._once(exchange, parcel)
         return True
 
     async def _until_answered(self, exchange: str, parcel: Parcel, routing_key: str | None = None) -> Result:
         """Try until the broker has taken it or refused it."""
-        outgoing = self._outgoing(exchange, parcel, routing_key)
         pace = Pace(LONGEST_PAUSE, SHORTEST_PAUSE)
         while True:
-            answer = await self._once(outgoing)
+            answer = await self._once(exchange, parcel, routing_key)
             answered = (Answer.CONFIRMED, Answer.FORBIDDEN, Answer.MISSING, Answer.RETURNED)
             if answer in answered or isinstance(answer, Refusal):
                 return answer
@@ -145,7 +143,11 @@ class Courier:
         properties = parcel.envelope.carried_on(message.routing_key, message, parcel.headers)
         return Outgoing(exchange, routing_key or parcel.queue, properties, message.body, message.id)
 
-    async def _once(self, outgoing: Outgoing) -> Result:
+    async def _once(self, exchange: str, parcel: Parcel, routing_key: str | None = None) -> Result:
+        try:
+            outgoing = self._outgoing(exchange, parcel, routing_key)
+        except Unsendable as error:
+            return Refusal(str(error), permanent=True)
         answer: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         if not self._batch:
             task = asyncio.create_task(self._publish(), name="outbox copies")

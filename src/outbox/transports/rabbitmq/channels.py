@@ -95,6 +95,11 @@ class Wire(Protocol):
     @property
     def server_version(self) -> tuple[int, ...] | None: ...
 
+    @property
+    def frame_max(self) -> int:
+        """Bytes of the largest frame that the broker takes: to a larger one it answers by closing the connection."""
+        ...
+
     async def blocked(self) -> str | None:
         """Why the broker takes no publishes at the moment, if it does not."""
         ...

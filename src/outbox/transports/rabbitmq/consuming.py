@@ -23,10 +23,10 @@ from pamqp.header import ContentHeader
 from outbox.core.attempt import Attempt, Dead, Done, Outcome, Reason, Released, RetryIn
 from outbox.core.durations import NO_DELAY
 from outbox.core.errors import TransportClosed, TransportUnavailable, Undecodable
-from outbox.core.events import Observer, Troubled
+from outbox.core.events import Handled, Observer, Troubled
 from outbox.core.landing import Landing
 from outbox.core.listener import Listener
-from outbox.core.message import BYTES, Message
+from outbox.core.message import BYTES, LARGEST_BODY, Message
 from outbox.core.pace import Pace
 from outbox.core.tracking import new_id
 from outbox.transports.rabbitmq import trials
@@ -35,7 +35,14 @@ from outbox.transports.rabbitmq.appetite import Appetite
 from outbox.transports.rabbitmq.carrying import Courier, Parcel
 from outbox.transports.rabbitmq.channels import Channel, Incoming, Lost
 from outbox.transports.rabbitmq.link import Link
-from outbox.transports.rabbitmq.properties import CRASHES, ON_TRIAL, Envelope, after_failure, of_dead_letter
+from outbox.transports.rabbitmq.properties import (
+    CRASHES,
+    ON_TRIAL,
+    Envelope,
+    after_failure,
+    of_dead_letter,
+    too_large,
+)
 from outbox.transports.rabbitmq.suspects import ARRIVES_WITHIN, Key, Suspects, Verdict
 from outbox.transports.rabbitmq.trials import TrialQueue
 
@@ -64,10 +71,16 @@ class RabbitmqDelivery:
 
     @property
     def raw(self) -> aio_pika.IncomingMessage:
-        """Built for those who ask for it. It cannot be acknowledged by hand: its end is its listener's."""
+        """Built for those who ask for it. It cannot be acknowledged by hand: its end is its listener's.
+
+        Raises Undecodable: the client library cannot read everything that can be read here.
+        """
         incoming = self.incoming
         header = ContentHeader()
-        header.unmarshal(b"\x00" * 12 + incoming.properties)
+        try:
+            header.unmarshal(b"\x00" * 12 + incoming.properties)
+        except Exception as error:
+            raise Undecodable(f"its properties cannot be read by pamqp: {type(error).__name__}: {error}") from error
         deliver = commands.Basic.Deliver(
             incoming.consumer_tag, incoming.tag, incoming.redelivered, incoming.exchange, incoming.routing_key
         )
@@ -131,12 +144,24 @@ class Tray:
         return not self._open and not self._tasks
 
     def take(self, incoming: Incoming) -> None:
-        """One delivery, in the moment in which it comes."""
+        """One delivery, in the moment in which it comes. Whatever it is, it ends neither channel nor connection."""
         try:
-            envelope = Envelope.read(incoming.properties)
-        except Undecodable:
+            self._take(incoming)
+        except Exception as error:  # noqa: BLE001 - only the broker can carry what cannot be read
+            self._open.pop(incoming.tag, None)
             self._acknowledgements.settled(incoming.tag)
-            self._say((), [(incoming.tag, False)])  # only the broker can carry what nobody can read
+            self._say((), [(incoming.tag, False)])
+            self._deliveries.refused(_unread(incoming), Dead(Reason.UNDECODABLE, f"{error}"))
+
+    def _take(self, incoming: Incoming) -> None:
+        """Raises Undecodable if only the broker can carry it to the dead letters."""
+        envelope = Envelope.of(incoming)
+        largest = self._deliveries.largest_body
+        if len(incoming.body) > largest:
+            error = Undecodable(too_large(incoming.body, largest))
+            if envelope.rejectable(incoming.exchange):
+                raise error
+            self._refuse(incoming, envelope, error)
             return
         if envelope.is_dead_letter:
             envelope = envelope.revived()  # somebody moved it back, by a shovel or by hand
@@ -146,9 +171,7 @@ class Tray:
             isolated = verdict is Verdict.SUSPECT or verdict is Verdict.ON_TRIAL
             attempt = Attempt(message, envelope.attempt_count, incoming.tag, crashes, isolated)
         except Undecodable as error:
-            delivery = RabbitmqDelivery(_unread(incoming, envelope), envelope.without_ours(), incoming, self)
-            self._open[incoming.tag] = delivery
-            delivery.settle(Dead(Reason.UNDECODABLE, str(error)))
+            self._refuse(incoming, envelope, error)
             return
         delivery = self._open[incoming.tag] = RabbitmqDelivery(attempt, envelope, incoming, self)
         if verdict is Verdict.TRUSTED or verdict is Verdict.CONDEMNED:
@@ -165,6 +188,12 @@ class Tray:
             delivery.is_settled = True
             landing = Landing()
             self._start(self._step_aside(delivery, landing), landing)
+
+    def _refuse(self, incoming: Incoming, envelope: Envelope, error: Undecodable) -> None:
+        """Dead-letter what can be carried and not be read."""
+        attempt, dead = _unread(incoming, envelope), Dead(Reason.UNDECODABLE, str(error))
+        delivery = self._open[incoming.tag] = RabbitmqDelivery(attempt, envelope.without_ours(), incoming, self)
+        delivery.settle(dead).then(lambda landing: self._deliveries.refused(attempt, dead, landing))
 
     def settle(self, delivery: RabbitmqDelivery, outcome: Outcome, landing: Landing) -> None:
         tag = delivery.incoming.tag
@@ -335,14 +364,30 @@ class Tray:
         if await self._deliveries.courier.back(self._parcel(delivery, headers), delay):
             self._done(delivery.incoming.tag, landing)
         else:
-            self._nack(delivery.incoming.tag, landing, requeue=False)
+            await self._reject(delivery, landing)
 
     async def _bury(self, delivery: RabbitmqDelivery, landing: Landing, outcome: Dead) -> None:
         headers = of_dead_letter(delivery.attempt, delivery.envelope, self.queue, outcome)
         if await self._deliveries.courier.to_the_dead(self._parcel(delivery, headers)):
             self._done(delivery.incoming.tag, landing)
         else:
-            self._nack(delivery.incoming.tag, landing, requeue=False)
+            await self._reject(delivery, landing)
+
+    async def _reject(self, delivery: RabbitmqDelivery, landing: Landing) -> None:
+        """No copy of it fits: the broker moves it to the dead letters, or, if it cannot, its body goes there alone."""
+        tag = delivery.incoming.tag
+        if delivery.envelope.rejectable(delivery.incoming.exchange):
+            self._nack(tag, landing, requeue=False)
+            return
+        attempt, bare = delivery.attempt, delivery.envelope.bare()
+        dead = Dead(
+            Reason.UNDECODABLE, "neither a copy of its headers nor its x-death can be carried: they are left out"
+        )
+        headers = of_dead_letter(attempt, bare, self.queue, dead)
+        if await self._deliveries.courier.to_the_dead(Parcel(self.queue, attempt.message, bare, headers)):
+            self._done(tag, landing)
+        else:
+            landing.set_result(False)  # it stays in the queue, unacknowledged
 
     async def _give_back(self, delivery: RabbitmqDelivery, landing: Landing, headers: dict[str, object]) -> None:
         if self.trial_queue is not None:
@@ -457,8 +502,10 @@ class RabbitmqDeliveries:
         declare: Callable[[], Awaitable[None]],
         observe: Observer,
         trays: set[Tray],
+        largest_body: int = LARGEST_BODY,
     ) -> None:
         self.listener = listener
+        self.largest_body = largest_body  # bytes
         self.queue = queue
         self.courier = courier
         self.suspects = suspects
@@ -532,6 +579,11 @@ class RabbitmqDeliveries:
     def prefetch(self) -> int:
         """How many unacknowledged deliveries the broker allows, but for suspected ones that wait."""
         return self._appetite.prefetch
+
+    def refused(self, attempt: Attempt, dead: Dead, landing: Landing | None = None) -> None:
+        """Tell of a message that no listener was called for."""
+        if landing is None or (not landing.cancelled() and landing.result()):
+            self._observe(Handled(self.listener.queue, attempt, dead, NO_DELAY))
 
     def settled(self) -> None:
         self._appetite.digested(time.monotonic())
@@ -630,9 +682,9 @@ async def _either(ended: asyncio.Future[Any], changed: asyncio.Event) -> None:
         changing.cancel()
 
 
-def _unread(incoming: Incoming, envelope: Envelope) -> Attempt:
+def _unread(incoming: Incoming, envelope: Envelope | None = None) -> Attempt:
     """What stands for a message whose headers nobody can read."""
-    message_id = envelope.text("message_id") or new_id()
+    message_id = (envelope.text("message_id") if envelope else None) or new_id()
     message = Message(
         routing_key=incoming.routing_key, body=incoming.body, content_type=BYTES, tracking_ids=(message_id,)
     )

@@ -14,6 +14,7 @@ from typing import Any
 
 from outbox.core.dead_letter import DeadLetter, DeadLetters, Filter
 from outbox.core.errors import ConfigurationError, NotFound, TransportUnavailable
+from outbox.core.transport import Refusal
 from outbox.transports.rabbitmq.browsing import MOST_AT_ONCE, Browse, alone, browsing
 from outbox.transports.rabbitmq.channels import Lost, Wire
 from outbox.transports.rabbitmq.confirms import Answer, Outgoing
@@ -45,6 +46,7 @@ class RabbitmqDeadLetters(DeadLetters):
     names: Names
     hands: Callable[[], AbstractAsyncContextManager[Hands]]
     queues: Callable[[Collection[str]], Awaitable[Collection[str]]]  # of listeners, these and those that are known
+    largest_body: int  # bytes that a worker takes
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     _named: set[str] = field(default_factory=set)  # queues that somebody asked for by name
     _places: dict[int, str] = field(default_factory=dict)
@@ -110,7 +112,7 @@ class RabbitmqDeadLetters(DeadLetters):
     async def _looking(self) -> AsyncIterator[Look]:
         try:
             async with self._turn, self.hands() as hands, alone(hands.wire, self.names.dead_letter_lock):
-                yield Look(hands, self.names)
+                yield Look(hands, self.names, self.largest_body)
         except (Lost, TimeoutError) as error:
             raise TransportUnavailable(f"RabbitMQ went away from a look at dead letters: {error}") from error
 
@@ -129,6 +131,7 @@ class Look:
 
     hands: Hands
     names: Names
+    largest_body: int
 
     @asynccontextmanager
     async def through(self, queue: str) -> AsyncIterator[Browse]:
@@ -179,7 +182,7 @@ class Look:
                     raise ended.trouble
 
     def _browsing(self, queue: str) -> AbstractAsyncContextManager[Browse]:
-        return browsing(self.hands.wire, self.names, queue)
+        return browsing(self.hands.wire, self.names, queue, self.largest_body)
 
     def _outgoing(self, exchange: str, letter: Letter, properties: bytes) -> Outgoing:
         message = letter.dead.message
@@ -193,7 +196,7 @@ class Look:
         troubles = [
             _trouble(outgoing, result)
             for outgoing, result in zip(batch, results, strict=True)
-            if result is not Answer.CONFIRMED
+            if result is not Answer.CONFIRMED and not (isinstance(result, Refusal) and result.permanent)  # those stay
         ]
         confirmed = [letter for letter, result in zip(letters, results, strict=True) if result is Answer.CONFIRMED]
         return _Ended(confirmed, troubles[0] if troubles else None)

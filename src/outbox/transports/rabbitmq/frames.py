@@ -26,6 +26,7 @@ from outbox.transports.rabbitmq.confirms import Answer, Confirms, Outgoing
 from outbox.transports.rabbitmq.properties import Envelope
 
 ANSWER_WITHIN = 10.0  # seconds in which the broker answers to what is asked of it
+USUAL_FRAME = 131_072  # bytes, where the broker sets no limit
 LARGEST_FRAME = 64 * 1024 * 1024  # bytes: what claims to be larger is no frame
 HEARTBEAT_EVERY = 5.0  # seconds: aiormq sees no traffic of ours and would take the connection for dead
 
@@ -149,7 +150,7 @@ class FrameWire:
         tap.on_end = lambda reason: self._end(Ended(reason))
         connection.closing.add_done_callback(lambda closing: self._end(Ended(_reason(closing))))
         tune = connection.connection_tune
-        self.frame_max = tune.frame_max or 131_072
+        self.frame_max = tune.frame_max or USUAL_FRAME
         self._numbers = tune.channel_max or 65_535
 
     @classmethod
@@ -416,18 +417,15 @@ class FrameChannel:
 
     def _take_method(self, index: int, data: bytes, start: int, end: int) -> None:
         if index == _DELIVER:
-            consumer_tag, at = _short_text(data, start)
-            tag, bits = _TAG_AND_BITS.unpack_from(data, at)
-            exchange, at = _short_text(data, at + 9)
-            self._opening = Incoming(tag, bits & 1 == 1, exchange, _short_text(data, at)[0], consumer_tag)
+            self._opening = announced(data, start)
         elif index in (_ACKED, _NACKED):
             tag, bits = _TAG_AND_BITS.unpack_from(data, start)
             answer = Answer.CONFIRMED if index == _ACKED else Answer.REJECTED
             self._confirms.answered(tag, bool(bits & 1), answer)
         elif index == _RETURN:
-            _, at = _short_text(data, start + 2)
-            exchange, at = _short_text(data, at)
-            self._opening = (exchange, _short_text(data, at)[0])
+            _, at = short_text(data, start + 2)
+            exchange, at = short_text(data, at)
+            self._opening = (exchange, short_text(data, at)[0])
         elif index == _CLOSE:
             close = commands.Channel.Close()
             close.unmarshal(data[start:end])
@@ -477,7 +475,15 @@ def version_of(server_properties: Any) -> tuple[int, ...] | None:
         return None
 
 
-def _short_text(data: bytes, start: int) -> tuple[str, int]:
+def announced(data: bytes, start: int) -> Incoming:
+    """What a Basic.Deliver says of the delivery whose content follows."""
+    consumer_tag, at = short_text(data, start)
+    tag, bits = _TAG_AND_BITS.unpack_from(data, at)
+    exchange, at = short_text(data, at + 9)
+    return Incoming(tag, bits & 1 == 1, exchange, short_text(data, at)[0], consumer_tag)
+
+
+def short_text(data: bytes, start: int) -> tuple[str, int]:
     end = start + 1 + data[start]
     return data[start + 1 : end].decode(errors="replace"), end
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from hashlib import blake2b
@@ -22,13 +23,18 @@ from outbox.transports.rabbitmq.properties import (
     CRASHES,
     CREATED_AT,
     DIED_AT,
+    DUE_AT,
     ERROR,
     HISTORY,
+    LARGEST_CARRIED,
+    LARGEST_PROPERTIES,
     QUEUE,
     REASON,
     Envelope,
+    Unsendable,
     microseconds,
     of_replay,
+    too_large,
 )
 
 _NEVER = datetime(1970, 1, 1, tzinfo=UTC)  # where nobody wrote down when it died
@@ -58,11 +64,19 @@ class Letter:
         return self.dead.id
 
     def revived(self) -> bytes | None:
-        """The properties of its new beginning; none if nobody can read what would have to be carried on."""
+        """The properties of its new beginning; none if nobody can read what would have to be carried on.
+
+        What is too large to carry its history goes without.
+        """
         if self.envelope is None:
             return None
         message = self.dead.message
-        return self.envelope.carried_on(message.routing_key, message, of_replay(self.envelope))
+        for headers in (of_replay(self.envelope), {HISTORY: None, DUE_AT: microseconds(datetime.now(UTC))}):
+            with suppress(Unsendable):
+                properties = self.envelope.carried_on(message.routing_key, message, headers)
+                if len(properties) <= LARGEST_PROPERTIES:
+                    return properties
+        return None
 
     def renewed(self) -> bytes | None:
         """The properties of a copy that says the same and was never given back."""
@@ -78,38 +92,49 @@ class Letter:
             ERROR: dead.error,
             DIED_AT: microseconds(dead.died_at),
         }
-        return self.envelope.carried_on(dead.message.routing_key, dead.message, headers)
+        try:
+            return self.envelope.carried_on(dead.message.routing_key, dead.message, headers)
+        except Unsendable:
+            return None
 
 
-def read(queue: str, home: str, incoming: Incoming) -> Letter:
+def read(queue: str, home: str, incoming: Incoming, largest_body: int) -> Letter:
     """What lies in the dead letters of a listener's queue, which the broker calls `home`. Nothing is too strange."""
     try:
-        envelope = Envelope.read(incoming.properties)
-    except Undecodable as error:
+        return _letter(queue, home, incoming, Envelope.read(incoming.properties), largest_body)
+    except Exception as error:  # noqa: BLE001 - one letter keeps no other from being listed
         dead = _strange(queue, incoming, None, f"{error}; it can be discarded, and not replayed")
         return Letter(incoming.tag, dead, home, incoming.properties, None, _OFTEN if incoming.redelivered else 0)
+
+
+def _letter(queue: str, home: str, incoming: Incoming, envelope: Envelope, largest_body: int) -> Letter:
     envelope = _with_id(envelope, incoming.body)
     returned = max(envelope.returned, int(incoming.redelivered))
     try:
-        dead = _known(queue, incoming, envelope, _death(envelope, home))
+        death = _death(envelope, home)
+        if death.get("queue") == home and death.get("exchange"):
+            envelope = envelope.as_new()  # as its worker read it: it had not come by the default exchange
+        dead = _known(queue, incoming, envelope, death, largest_body)
     except Undecodable as error:
-        envelope = envelope.without_ours()
         dead = _strange(queue, incoming, envelope, str(error))
+        envelope = envelope.without_ours()
     return Letter(incoming.tag, dead, home, incoming.properties, envelope, returned)
 
 
-def _known(queue: str, incoming: Incoming, envelope: Envelope, death: Mapping[str, Any]) -> DeadLetter:
+def _known(
+    queue: str, incoming: Incoming, envelope: Envelope, death: Mapping[str, Any], largest_body: int
+) -> DeadLetter:
     message = envelope.message(_first_routing_key(death) or incoming.routing_key, incoming.body)
     died_at = envelope.moment(DIED_AT) or _about(death.get("time"), message.id)
     if CREATED_AT not in envelope.headers and "timestamp" not in envelope.properties:
         message = replace(message, created_at=died_at)
-    reason = envelope.own(REASON, str)
+    reason, error = _why(envelope, death, incoming.body, largest_body)
     return DeadLetter(
         id=_id(queue, message.id, died_at),
         message=message,
         queue=queue,
-        reason=_OF_BROKER.get(str(death.get("reason")), Reason.REJECTED) if reason is None else _reason(reason),
-        error=(envelope.own(ERROR, str) or "") if reason is not None else _told(death),
+        reason=reason,
+        error=error,
         attempt_count=envelope.attempt_count,
         crash_count=envelope.crashes or 0,
         history=envelope.history,
@@ -117,10 +142,23 @@ def _known(queue: str, incoming: Incoming, envelope: Envelope, death: Mapping[st
     )
 
 
+def _why(envelope: Envelope, death: Mapping[str, Any], body: bytes, largest_body: int) -> tuple[Reason, str]:
+    """What its worker wrote; without that, what its worker must have found, or what the broker says."""
+    reason = envelope.own(REASON, str)
+    if reason is not None:
+        return _reason(reason), envelope.own(ERROR, str) or ""
+    by_broker = _OF_BROKER.get(str(death.get("reason")), Reason.REJECTED)
+    if by_broker is Reason.REJECTED and len(body) > largest_body:
+        return Reason.UNDECODABLE, too_large(body, largest_body)
+    if by_broker is Reason.REJECTED and envelope.carried_size > LARGEST_CARRIED:
+        return Reason.UNDECODABLE, f"its headers have {envelope.carried_size} bytes: no copy of it fits into a frame"
+    return by_broker, _told(death)
+
+
 def _strange(queue: str, incoming: Incoming, envelope: Envelope | None, error: str) -> DeadLetter:
     """Of what cannot be read, the body is known."""
     message_id = (envelope.text("message_id") if envelope else None) or _id_of(incoming.body)
-    died_at = _about(None, message_id)
+    died_at = _written_down(envelope) or _about(None, message_id + _id_of(incoming.body))
     message = Message(
         routing_key=incoming.routing_key if envelope else queue,
         body=incoming.body,
@@ -141,12 +179,19 @@ def _strange(queue: str, incoming: Incoming, envelope: Envelope | None, error: s
     )
 
 
+def _written_down(envelope: Envelope | None) -> datetime | None:
+    try:
+        return envelope.moment(DIED_AT) if envelope else None
+    except Undecodable:
+        return None
+
+
 def _with_id(envelope: Envelope, body: bytes) -> Envelope:
     """Who published without an id gets one that is the same at every look."""
     if envelope.text("message_id"):
         return envelope
     own = sorted((name, raw) for name, raw in envelope.headers.items() if not is_brokers(name))
-    message_id = _id_of(body, *(part for name, raw in own for part in (name.encode(), raw)))
+    message_id = _id_of(body, *(part for name, raw in own for part in (name.encode(errors="surrogateescape"), raw)))
     return Envelope(envelope.properties | {"message_id": encode.short_string(message_id)}, envelope.headers)
 
 

@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 import aiormq
 from aiormq.abc import AbstractChannel, AbstractConnection, DeliveredMessage
 from pamqp import commands
-from pamqp.header import ContentHeader
 
 from outbox.core.cancellation import cancelled_from_outside
 from outbox.transports.rabbitmq.channels import Ended, Incoming, Lost
 from outbox.transports.rabbitmq.confirms import Answer, Outgoing
-from outbox.transports.rabbitmq.frames import ANSWER_WITHIN, consumer_tags, lowest_free, version_of
+from outbox.transports.rabbitmq.frames import ANSWER_WITHIN, USUAL_FRAME, consumer_tags, lowest_free, version_of
+from outbox.transports.rabbitmq.guarding import Guard, Unparsed
 
 T = TypeVar("T")
 
@@ -31,10 +31,15 @@ class PlainWire:
         self.on_blocked: Callable[[str], object] = lambda reason: None  # the library tells nobody but its log
         self.ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
         connection.closing.add_done_callback(self._end)
+        self._guard = Guard.of(connection)
 
     @property
     def server_version(self) -> tuple[int, ...] | None:
         return version_of(getattr(self._connection, "server_properties", None))
+
+    @property
+    def frame_max(self) -> int:
+        return self._connection.connection_tune.frame_max or USUAL_FRAME
 
     async def blocked(self) -> str | None:
         ready = asyncio.ensure_future(self._connection.ready())
@@ -72,7 +77,11 @@ class PlainWire:
 
     async def _numbered(self, **options: bool) -> AbstractChannel:
         number = lowest_free(self._connection.channels)
-        return await self._connection.channel(number, timeout=ANSWER_WITHIN, **options)
+        channel = await self._connection.channel(number, timeout=ANSWER_WITHIN, **options)
+        guarded = self._guard.channels if self._guard is not None else set()
+        guarded.add(number)
+        channel.closing.add_done_callback(lambda _: guarded.discard(number))
+        return channel
 
     def _end(self, closing: asyncio.Future[Any]) -> None:
         if not self.ended.done():
@@ -170,14 +179,12 @@ class PlainChannel:
             answered.cancel()
 
     async def _answer(self, outgoing: Outgoing) -> Answer:
-        header = ContentHeader()
-        header.unmarshal(b"\x00" * 12 + outgoing.properties)
         try:
             answer = await self._channel.basic_publish(
                 outgoing.body,
                 exchange=outgoing.exchange,
                 routing_key=outgoing.routing_key,
-                properties=header.properties,
+                properties=_Written(outgoing),
                 mandatory=True,
             )
         except aiormq.exceptions.PublishError:
@@ -225,10 +232,22 @@ async def asked(answering: Awaitable[T]) -> T:
     return answer
 
 
+class _Written(commands.Basic.Properties):
+    """Properties as they are: the client library would write some of them otherwise, and some not at all."""
+
+    def __init__(self, outgoing: Outgoing) -> None:
+        super().__init__(message_id=outgoing.id)
+        self._data = outgoing.properties
+
+    def marshal(self) -> bytes:
+        return self._data
+
+
 def _incoming(message: DeliveredMessage) -> Incoming:
+    header = message.header
     try:
-        properties = message.header.properties.marshal()
-    except (TypeError, ValueError):
+        properties = header.raw if isinstance(header, Unparsed) else header.properties.marshal()
+    except Exception:  # noqa: BLE001 - what it cannot write again
         properties = b""  # nobody can read them, which makes it a dead letter
     return Incoming(
         message.delivery_tag or 0,

@@ -9,17 +9,30 @@ import json
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
-from struct import Struct, error
+from struct import error
 from typing import Any
 
-from pamqp import decode, encode
+from pamqp import encode
 
 from outbox.core.attempt import Attempt, Dead
+from outbox.core.binding import LONGEST_KEY
 from outbox.core.dead_letter import clean
 from outbox.core.errors import Undecodable
 from outbox.core.headers import OURS, REROUTING, is_brokers, is_reserved
 from outbox.core.message import BYTES, Message
-from outbox.core.tracking import new_id
+from outbox.core.tracking import kept, new_id
+from outbox.transports.rabbitmq.channels import Incoming
+from outbox.transports.rabbitmq.tables import (
+    LONG,
+    LONG_LONG,
+    OUR_FLAGS,
+    PROPERTIES,
+    SHORT,
+    Table,
+    split_properties,
+    split_table,
+    value_of,
+)
 
 TRACKING_IDS = "outbox-tracking-ids"
 KEY = "outbox-key"
@@ -37,49 +50,23 @@ REASON = "outbox-reason"
 ERROR = "outbox-error"
 
 LONGEST_HISTORY = 16 * 1024  # bytes: the oldest lines go first
+MOST_COUNTED = 1_000_000  # attempts, crashes, returns: one more is written as this many, and more are not believed
+LATEST = datetime(9999, 1, 1, tzinfo=UTC)  # later times cannot be written in every time zone
+LARGEST_PROPERTIES = 131_072 - 64  # bytes: they travel in one frame, and this is what brokers allow for one
+LARGEST_CARRIED = 96 * 1024  # bytes of others' headers that surely fit into a frame together with ours
 
 _OF_THIS_COPY = (ON_TRIAL, QUEUE, REASON, ERROR, DIED_AT)
 _OF_THIS_LIFE = (*_OF_THIS_COPY, ATTEMPT, CRASHES, EXPIRES_AT)
-_COUNTS = ("x-delivery-count", "x-acquired-count")  # by version
+# What a message says of its own past. It is believed only where this library wrote it: see `Envelope.of`.
+_PRIVATE = frozenset((*_OF_THIS_COPY, ROUTING_KEY, ATTEMPT, CRASHES, HISTORY))
+_COUNTS = frozenset(("x-delivery-count", "x-acquired-count"))  # by version
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)
-_SHORT, _LONG, _LONG_LONG = Struct(">H"), Struct(">I"), Struct(">q")
 _PERSISTENT = b"\x02"
 
-# Properties in the order in which they travel, each with its bit.
-_PROPERTIES = (
-    ("content_type", 1 << 15),
-    ("content_encoding", 1 << 14),
-    ("headers", 1 << 13),
-    ("delivery_mode", 1 << 12),
-    ("priority", 1 << 11),
-    ("correlation_id", 1 << 10),
-    ("reply_to", 1 << 9),
-    ("expiration", 1 << 8),
-    ("message_id", 1 << 7),
-    ("timestamp", 1 << 6),
-    ("message_type", 1 << 5),
-    ("user_id", 1 << 4),
-    ("app_id", 1 << 3),
-    ("cluster_id", 1 << 2),
-)
-_SIZES = {"delivery_mode": 1, "priority": 1, "timestamp": 8}
 # A user id must be that of the connection, and a time to live would cut a delay short: neither is carried on.
 _NOT_CARRIED_ON = ("user_id", "cluster_id", "expiration")
-_FLAGS = _SHORT.pack(1 << 15 | 1 << 13 | 1 << 12 | 1 << 7 | 1 << 6)
-
-_FIXED_SIZES = {
-    **dict.fromkeys(b"V\x00", 0),
-    **dict.fromkeys(b"tbB", 1),
-    **dict.fromkeys(b"sUu", 2),
-    **dict.fromkeys(b"Iif", 4),
-    b"D"[0]: 5,
-    **dict.fromkeys(b"lLdT", 8),
-}
-_LENGTHS = frozenset(b"SxAF")  # these begin with their length
-
-Table = dict[str, bytes]  # names with values as they travel: one byte for the type, then the value
 
 
 class Unsendable(Exception):
@@ -94,7 +81,7 @@ def encoded(message: Message) -> bytes:
     created_at = microseconds(message.created_at)
     tracking_ids = message.tracking_ids
     try:
-        entries = _CREATED_AT_NAME + _LONG_LONG.pack(created_at)
+        entries = _CREATED_AT_NAME + LONG_LONG.pack(created_at)
         if len(tracking_ids) > 1:
             entries += _entry(TRACKING_IDS, list(tracking_ids))
         if message.key is not None:
@@ -107,13 +94,13 @@ def encoded(message: Message) -> bytes:
             entries += _user_entries(tuple(message.headers.items()))
         return b"".join(
             (
-                _FLAGS,
+                OUR_FLAGS,
                 _content_type(message.content_type),
-                _LONG.pack(len(entries)),
+                LONG.pack(len(entries)),
                 entries,
                 _PERSISTENT,
                 encode.short_string(tracking_ids[-1]),
-                _LONG_LONG.pack(created_at // 1_000_000),
+                LONG_LONG.pack(created_at // 1_000_000),
             )
         )
     except (TypeError, ValueError, error) as cause:
@@ -160,11 +147,36 @@ class Envelope:
     def read(cls, data: bytes) -> Envelope:
         """From the flags on; raises Undecodable."""
         try:
-            properties = _split_properties(data)
+            properties = split_properties(data)
             headers = properties.pop("headers", None)
-            return cls(properties, {} if headers is None else _split_table(headers))
-        except (IndexError, ValueError, error) as cause:
+            return cls(properties, {} if headers is None else split_table(headers))
+        except Exception as cause:
             raise Undecodable(f"its AMQP properties cannot be read: {cause}") from cause
+
+    @classmethod
+    def of(cls, incoming: Incoming) -> Envelope:
+        """A delivery's; raises Undecodable.
+
+        Copies of ours come by the default exchange, and from the delay queues by the same one. What came by another
+        exchange is new, whatever its publisher wrote about its past; so is what the broker delivers for the first time.
+        """
+        envelope = cls.read(incoming.properties)
+        if not envelope.is_fresh:
+            if incoming.exchange:
+                envelope.forget(_PRIVATE)
+            if not incoming.redelivered:
+                envelope.forget(_COUNTS)
+        return envelope
+
+    def forget(self, names: frozenset[str]) -> None:
+        for name in self.headers.keys() & names:
+            del self.headers[name]
+
+    def as_new(self) -> Envelope:
+        """The same without what a stranger wrote about its past."""
+        envelope = Envelope(self.properties, dict(self.headers))
+        envelope.forget(_PRIVATE)
+        return envelope
 
     @property
     def is_fresh(self) -> bool:
@@ -173,7 +185,7 @@ class Envelope:
 
     def message(self, routing_key: str, body: bytes) -> Message:
         """The message as it was emitted, or what comes closest to one; raises Undecodable."""
-        message_id = self.text("message_id") or new_id()
+        message_id = self._id() or new_id()
         created_at = self.moment(CREATED_AT) or self._timestamp()
         content_type = self.text("content_type") or BYTES
         if self.is_fresh:
@@ -184,12 +196,13 @@ class Envelope:
                 tracking_ids=(message_id,),
                 created_at=created_at,
             )
+        self.own(HISTORY, str)  # here, where what cannot be read is noticed
         return Message(
             routing_key=self.own(ROUTING_KEY, str) or routing_key,
             body=body,
             content_type=content_type,
             headers=self._user_headers(),
-            key=self.own(KEY, str),
+            key=self._key(),
             tracking_ids=self._tracking_ids(message_id),
             created_at=created_at,
             expires_at=self.moment(EXPIRES_AT),
@@ -198,13 +211,12 @@ class Envelope:
 
     @property
     def attempt_count(self) -> int:
-        return max(1, self.own(ATTEMPT, int) or 1)
+        return max(1, self._count(ATTEMPT) or 1)
 
     @property
     def crashes(self) -> int | None:
         """How many starts without an end were counted when it was published; none: it was no suspect."""
-        crashes: int | None = self.own(CRASHES, int)
-        return crashes
+        return self._count(CRASHES)
 
     @property
     def on_trial(self) -> bool:
@@ -217,36 +229,74 @@ class Envelope:
     @property
     def returned(self) -> int:
         """How often the broker got it back without an end: a worker died, lost its connection, or gave it back."""
-        counts = [self.value(name) for name in _COUNTS if name in self.headers]
-        return max((count for count in counts if isinstance(count, int)), default=0) if counts else 0
+        return min(MOST_COUNTED, max(0, *map(self._returned, _COUNTS))) if self.headers.keys() & _COUNTS else 0
 
     def text(self, name: str) -> str | None:
-        """A property that is a short string."""
+        """A property that is a short string. What is no UTF-8 is escaped, so that two of them stay two."""
         raw = self.properties.get(name)
-        return None if raw is None else raw[1:].decode(errors="replace")
+        return None if raw is None else raw[1:].decode(errors="backslashreplace")
 
     def carried_on(self, routing_key: str, message: Message, more: Mapping[str, object]) -> bytes:
         """The properties of its next copy: everything but what the broker wrote, and `more` of our own headers.
 
-        Those that are None are left out.
+        Those that are None are left out. Raises Unsendable.
         """
-        headers = {
+        try:
+            return self._carried_on(routing_key, message, more)
+        except (TypeError, ValueError, error) as cause:
+            raise Unsendable(f"it cannot be carried on: {cause}") from cause
+
+    @property
+    def carried(self) -> Table:
+        """The headers that every copy has."""
+        return {
             name: raw
             for name, raw in self.headers.items()
             if name not in REROUTING and not is_brokers(name) and name not in _OF_THIS_COPY
         }
+
+    @property
+    def carried_size(self) -> int:
+        """Bytes of what others wrote, in a copy."""
+        others = sum(len(name) + len(raw) for name, raw in self.carried.items() if not name.startswith(OURS))
+        return others + sum(len(raw) for raw in self.properties.values())
+
+    def _carried_on(self, routing_key: str, message: Message, more: Mapping[str, object]) -> bytes:
+        headers = self.carried
+        if TRACKING_IDS in headers:  # some may have been left out
+            more = {TRACKING_IDS: list(message.tracking_ids), **more}
         for name, value in {ROUTING_KEY: routing_key, **more}.items():
             if value is None:
                 headers.pop(name, None)
             else:
                 headers[name] = encode.encode_table_value(value)  # type: ignore[arg-type]
-        table = b"".join(encode.short_string(name) + raw for name, raw in headers.items())
+        table = b"".join(_name(name) + raw for name, raw in headers.items())
         properties = {name: raw for name, raw in self.properties.items() if name not in _NOT_CARRIED_ON}
-        properties["headers"] = _LONG.pack(len(table)) + table
+        properties["headers"] = LONG.pack(len(table)) + table
         properties["delivery_mode"] = _PERSISTENT
-        properties["message_id"] = encode.short_string(message.id)
-        flags = sum(bit for name, bit in _PROPERTIES if name in properties)
-        return _SHORT.pack(flags) + b"".join(properties[name] for name, _ in _PROPERTIES if name in properties)
+        if not self.text("message_id"):
+            properties["message_id"] = encode.short_string(message.id)
+        flags = sum(bit for name, bit in PROPERTIES if name in properties)
+        return SHORT.pack(flags) + b"".join(properties[name] for name, _ in PROPERTIES if name in properties)
+
+    def rejectable(self, exchange: str) -> bool:
+        """Whether the broker can be told to dead-letter it.
+
+        RabbitMQ 3.10 stops all dead-lettering of its node, that of the delays included, over an `x-death` which it did
+        not write itself. What came by the default exchange has one of its own, from a delay.
+        """
+        if "x-death" not in self.headers:
+            return True
+        try:
+            deaths = self.value("x-death")
+        except Undecodable:
+            return False
+        return not isinstance(deaths, list) or (not exchange and all(isinstance(death, dict) for death in deaths))
+
+    def bare(self) -> Envelope:
+        """What is left of it without headers."""
+        kept = ("content_type", "message_id")
+        return Envelope({name: raw for name, raw in self.properties.items() if name in kept}, {})
 
     @property
     def is_dead_letter(self) -> bool:
@@ -262,28 +312,57 @@ class Envelope:
         """The same without our own headers, if they are not what they should be."""
         return Envelope(self.properties, {name: raw for name, raw in self.headers.items() if not name.startswith(OURS)})
 
+    def _id(self) -> str | None:
+        message_id = self.text("message_id")
+        return None if message_id is None else _fitting(message_id, "message id")
+
+    def _key(self) -> str | None:
+        key: str | None = self.own(KEY, str)
+        return None if key is None else _fitting(key, KEY)
+
     def _tracking_ids(self, message_id: str) -> tuple[str, ...]:
         ids = self.own(TRACKING_IDS, list) or [message_id]
-        if not all(isinstance(each, str) for each in ids):
-            raise Undecodable(f"its header {TRACKING_IDS} is no list of texts")
-        return tuple(ids) if ids[-1] == message_id else (*ids, message_id)
+        if ids[-1] != message_id:
+            ids.append(message_id)
+        ids = kept(tuple(ids))
+        for each in ids:
+            if not isinstance(each, str):
+                raise Undecodable(f"its header {TRACKING_IDS} is no list of texts")
+            _fitting(each, TRACKING_IDS)
+        return ids
+
+    def _count(self, name: str) -> int | None:
+        count: int | None = self.own(name, int)
+        if count is not None and not 0 <= count <= MOST_COUNTED:
+            raise Undecodable(f"its header {name} is {count}: counts go up to {MOST_COUNTED}")
+        return count
+
+    def _returned(self, name: str) -> int:
+        try:
+            count = self.value(name) if name in self.headers else 0
+        except Undecodable:
+            return 0
+        return count if isinstance(count, int) else 0
 
     def _user_headers(self) -> dict[str, str]:
-        return {name: _text_of(self.value(name)) for name in self.headers if not is_reserved(name)}
+        headers = {name: _text_of(self.value(name)) for name in self.headers if not is_reserved(name)}
+        for name in headers:
+            if not name.isascii() and any("\udc80" <= character <= "\udcff" for character in name):
+                raise Undecodable(f"the name of its header {name!r} is no UTF-8")
+        return headers
 
     def moment(self, name: str) -> datetime | None:
-        number = self.own(name, int)
-        try:
-            return None if number is None else _EPOCH + number * _MICROSECOND
-        except OverflowError:
-            raise Undecodable(f"its header {name} is no moment: {number}") from None
+        number: int | None = self.own(name, int)
+        if number is None:
+            return None
+        if not 0 <= number < _LATEST:
+            raise Undecodable(f"its header {name} is no moment: {number}")
+        return _EPOCH + number * _MICROSECOND
 
     def _timestamp(self) -> datetime:
         raw = self.properties.get("timestamp")
-        try:
-            return datetime.now(UTC) if raw is None else _EPOCH + timedelta(seconds=_LONG_LONG.unpack(raw)[0])
-        except OverflowError:
-            return datetime.now(UTC)
+        seconds: int = -1 if raw is None else LONG_LONG.unpack(raw)[0]
+        return _EPOCH + timedelta(seconds=seconds) if 0 <= seconds < _LATEST // 1_000_000 else datetime.now(UTC)
 
     def own(self, name: str, kind: type) -> Any:
         """One of our own headers: somebody else may have written what it is not."""
@@ -295,75 +374,25 @@ class Envelope:
         return value
 
     def value(self, name: str) -> Any:
-        raw = self.headers[name]
-        if raw[0] == _LONG_TEXT:
-            return raw[5:].decode(errors="replace")
-        if raw[0] == _LONG_NUMBER:
-            return _LONG_LONG.unpack_from(raw, 1)[0]
         try:
-            return decode.embedded_value(raw)[1]
-        except (ValueError, OverflowError, OSError, IndexError) as cause:
+            return value_of(self.headers[name])
+        except Exception as cause:
             raise Undecodable(f"its header {name} cannot be read: {cause}") from cause
 
 
-_LONG_TEXT, _LONG_NUMBER = b"S"[0], b"l"[0]
+_LATEST = microseconds(LATEST)
 
 
-def _split_properties(data: bytes) -> Table:
-    if data.startswith(_FLAGS):
-        return _split_ours(data)
-    flags = _SHORT.unpack_from(data)[0]
-    if flags & 1:
-        raise ValueError("there are more properties than AMQP 0-9-1 has")
-    found: Table = {}
-    start = 2
-    for name, bit in _PROPERTIES:
-        if not flags & bit:
-            continue
-        if name == "headers":
-            end = start + 4 + _LONG.unpack_from(data, start)[0]
-        else:
-            end = start + (_SIZES.get(name) or 1 + data[start])
-        if end > len(data):
-            raise ValueError(f"{name} is cut off")
-        found[name] = data[start:end]
-        start = end
-    return found
+def _fitting(text: str, what: str) -> str:
+    """A text that can be carried on and stored: what emit would refuse is not taken from others."""
+    if len(text) * 4 > LONGEST_KEY and len(text.encode()) > LONGEST_KEY:
+        raise Undecodable(f"its {what} has {len(text.encode())} bytes, more than {LONGEST_KEY}: {text[:40]!r}…")
+    return text
 
 
-def _split_ours(data: bytes) -> Table:
-    """The same for messages of our own, which all have the same properties."""
-    headers = 3 + data[2]
-    mode = headers + 4 + _LONG.unpack_from(data, headers)[0]
-    timestamp = mode + 2 + data[mode + 1]
-    if timestamp + 8 > len(data):
-        raise ValueError("they are cut off")
-    return {
-        "content_type": data[2:headers],
-        "headers": data[headers:mode],
-        "delivery_mode": data[mode : mode + 1],
-        "message_id": data[mode + 1 : timestamp],
-        "timestamp": data[timestamp : timestamp + 8],
-    }
-
-
-def _split_table(data: bytes) -> Table:
-    found: Table = {}
-    start, end = 4, len(data)
-    while start < end:
-        value = start + 1 + data[start]
-        name = data[start + 1 : value].decode()
-        kind = data[value]
-        size = _FIXED_SIZES.get(kind)
-        if size is None:
-            if kind not in _LENGTHS:
-                raise ValueError(f"the header {name!r} has the unknown type {chr(kind)!r}")
-            size = 4 + _LONG.unpack_from(data, value + 1)[0]
-        start = value + 1 + size
-        if start > end:
-            raise ValueError(f"the header {name!r} is cut off")
-        found[name] = data[value:start]
-    return found
+def _name(name: str) -> bytes:
+    encoded = name.encode(errors="surrogateescape")
+    return bytes((len(encoded),)) + encoded
 
 
 def _text_of(value: object) -> str:
@@ -379,13 +408,18 @@ def _text_of(value: object) -> str:
             return str(value)
 
 
+def too_large(body: bytes, largest: int) -> str:
+    """Why a body is not taken."""
+    return f"its body has {len(body)} bytes, more than max_body_size={largest}: raise max_body_size, then replay it"
+
+
 # What a copy says of the attempts behind it.
 
 
 def after_failure(attempt: Attempt, envelope: Envelope, failure: str) -> dict[str, object]:
     """The headers of the next attempt."""
     line = _line(f"attempt {attempt.attempt_count} failed", failure)
-    return {ATTEMPT: attempt.attempt_count + 1, HISTORY: _ending(envelope.history + line)}
+    return {ATTEMPT: min(attempt.attempt_count + 1, MOST_COUNTED), HISTORY: _ending(envelope.history + line)}
 
 
 def of_dead_letter(attempt: Attempt, envelope: Envelope, queue: str, outcome: Dead) -> dict[str, object]:
@@ -394,7 +428,7 @@ def of_dead_letter(attempt: Attempt, envelope: Envelope, queue: str, outcome: De
     line = _line(f"attempt {attempt.attempt_count} was the last, {outcome.reason}", failure)
     return {
         ATTEMPT: attempt.attempt_count,
-        CRASHES: attempt.crash_count,
+        CRASHES: min(attempt.crash_count, MOST_COUNTED),
         HISTORY: _ending(envelope.history + line),
         QUEUE: queue,
         REASON: str(outcome.reason),

@@ -15,6 +15,7 @@ from outbox.transports.rabbitmq.link import Link, blocked
 
 CLOSE_WITHIN = 5.0  # seconds
 AGAIN = 0.1  # seconds between two tries to find a connection that a bad message closed
+FRAME_AROUND = 20  # bytes of a header frame that are no properties
 ANSWER_WITHIN = 20.0  # seconds for the answers to a batch; then the channel is given up
 
 Result = Answer | Refusal
@@ -42,7 +43,11 @@ class Publishing:
     async def publish(self, batch: Sequence[Outgoing]) -> list[Result]:
         """What became of each. Raises TransportUnavailable if nothing was sent."""
         until = asyncio.get_running_loop().time() + self._within
-        channel = await self._ready()
+        wire = await self._unblocked()
+        largest = wire.frame_max - FRAME_AROUND
+        if any(len(outgoing.properties) > largest for outgoing in batch):
+            return await self._those_that_fit(batch, largest)
+        channel = await self._ready(wire)
         try:
             answers: list[Result] = list(await channel.publish(batch, self._within))
         except Lost as error:
@@ -61,9 +66,15 @@ class Publishing:
                 async with asyncio.timeout(CLOSE_WITHIN):
                     await channel.close()
 
-    async def _ready(self) -> Channel:
+    async def _those_that_fit(self, batch: Sequence[Outgoing], largest: int) -> list[Result]:
+        """The others would cost the connection."""
+        fitting = [outgoing for outgoing in batch if len(outgoing.properties) <= largest]
+        results = iter(await self.publish(fitting) if fitting else [])
+        too_large = Refusal(f"its headers are larger than RabbitMQ takes, {largest} bytes", permanent=True)
+        return [next(results) if len(outgoing.properties) <= largest else too_large for outgoing in batch]
+
+    async def _ready(self, wire: Wire) -> Channel:
         """The shared channel, opened anew after its end or its connection's."""
-        wire = await self._unblocked()
         if self._channel is None or self._channel.ended.done():
             async with self._opening:
                 if self._channel is None or self._channel.ended.done():
