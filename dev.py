@@ -39,11 +39,21 @@ ROOT = Path(__file__).resolve().parent
 LOCK = ROOT / "requirements-test.lock"
 PEERS = ROOT / "bench/requirements.txt"
 OLDER_SQLALCHEMY = ROOT / "requirements-sqlalchemy-2.0.lock"
+VIRTUALENV = ROOT / "requirements-virtualenv.lock"
 OLDEST_PYTHON = (3, 11)
 
 # The pip to fetch where a machine has none; the hash makes it safe to take it from any index.
-PIP_WHEEL = "pip-26.3-py3-none-any.whl"
+PIP_VERSION = "26.3"
+PIP_WHEEL = f"pip-{PIP_VERSION}-py3-none-any.whl"
 PIP_SHA256 = "f3b60b20ffaadd4415ed7957212a38ac63fa4c5fa375bd0f4a797777940fad13"
+
+# What the demo needs of the lock: the project's dependencies with theirs, and what builds the project.
+DEMO = (
+    *("aiosqlite", "annotated-doc", "annotated-types", "colorama", "editables", "greenlet", "hatchling"),
+    *("markdown-it-py", "mdurl", "packaging", "pathspec", "pluggy", "pydantic", "pydantic-core"),
+    *("pygments", "rich", "shellingham", "sqlalchemy", "tomlkit", "trove-classifiers", "typer"),
+    *("typing-extensions", "typing-inspection"),
+)
 
 LINTERS = {
     "ruff check": ["-m", "ruff", "check", "."],
@@ -195,7 +205,7 @@ class Environment:
 
     def _install_peers(self) -> None:
         say(f"installing the peers from {PEERS.relative_to(ROOT)}")
-        self._pip("--requirement", str(PEERS))
+        self._pip("--require-hashes", "--requirement", str(PEERS))
 
     def _install_project(self) -> None:
         say("installing the project, editable")
@@ -204,11 +214,10 @@ class Environment:
 
     def _install_project_and_dependencies(self) -> None:
         say("installing the project and what it depends on")
-        constraints = self.folder / "constraints.txt"
-        # The locked versions without their hashes, since pip wants hashes for all or for none.
-        pins = re.findall(r"^[\w.-]+==[^\\\n]+", LOCK.read_text(), re.MULTILINE)
-        constraints.write_text("\n".join(pins) + "\n")
-        self._pip("--constraint", str(constraints), "--editable", ".")
+        needed = self.folder / "demo.lock"
+        needed.write_text("".join(block for name, block in locked().items() if name in DEMO))
+        self._pip("--require-hashes", "--no-deps", "--requirement", str(needed))
+        self._install_project()
 
     def _pip(self, *arguments: str) -> None:
         begun = time.monotonic()
@@ -235,6 +244,12 @@ class Environment:
 
     def _note(self, name: str, text: str) -> None:
         (self.folder / f"installed-{name}").write_text(text)
+
+
+def locked() -> dict[str, str]:
+    """The requirements of the lock by their names, each with its hashes."""
+    blocks = re.findall(r"^([\w.-]+)(==[^\n]+\n(?: +--hash=[^\n]+\n?)+)", LOCK.read_text(), re.MULTILINE)
+    return {name: name + rest for name, rest in blocks}
 
 
 # Three ways to make an environment, from the usual one to the one that needs nothing of the machine.
@@ -265,7 +280,7 @@ def virtualenv(environment: Environment) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         tools = Path(folder) / "tools"
         # A target of our own is no part of the system, hence no business of PEP 668.
-        install = ["install", "--target", str(tools), "virtualenv"]
+        install = ["install", "--target", str(tools), "--require-hashes", "--requirement", str(VIRTUALENV)]
         return any(
             quietly([sys.executable, f"{wheel}/pip", *install]) == 0 and quietly(make, PYTHONPATH=str(tools)) == 0
             for wheel in pip_wheels(Path(folder))
@@ -285,7 +300,10 @@ def wheels_of_this_machine(_: Path) -> list[Path]:
 
 
 def wheels_by_pip(folder: Path) -> list[Path]:
-    quietly([sys.executable, "-m", "pip", "download", "--no-deps", "--dest", f"{folder}/pip", "pip"])
+    wanted = folder / "pip.txt"
+    wanted.write_text(f"pip=={PIP_VERSION} --hash=sha256:{PIP_SHA256}\n")
+    hashed = ["--require-hashes", "--no-deps", "--requirement", str(wanted)]
+    quietly([sys.executable, "-m", "pip", "download", *hashed, "--dest", f"{folder}/pip"])
     return sorted(folder.glob("pip/pip-*.whl"))
 
 

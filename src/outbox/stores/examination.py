@@ -77,7 +77,7 @@ def recorded_transport(store: SqlStore, connection: Connection) -> str | None:
 
 
 def _count(condition: ColumnElement[Any]) -> ColumnElement[int]:
-    return func.count(case((condition, 1)))
+    return func.coalesce(func.sum(case((condition, 1), else_=0)), 0)
 
 
 def _duration(seconds: float | None) -> timedelta | None:

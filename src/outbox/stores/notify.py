@@ -152,7 +152,7 @@ class Notifier:
         state = self._store.tables.state
         names = self._store.records("destinations", {"name": String}).alias("names")
         asleep = select(state.c.id).where(state.c.asleep_until > func.now()).exists()
-        return select(func.pg_notify(self._channel, names.c.name)).select_from(names).where(asleep)
+        return select(func.pg_catalog.pg_notify(self._channel, names.c.name)).select_from(names).where(asleep)
 
     def _say_asleep(self, connection: Connection, nap: float) -> None:
         state = self._store.tables.state
@@ -231,7 +231,7 @@ class Notifier:
         """
         raw = await _raw(connection)
         greeted = raw.get_server_pid() if hasattr(raw, "get_server_pid") else raw.info.backend_pid
-        self._deaf = greeted != await connection.scalar(select(func.pg_backend_pid()))
+        self._deaf = greeted != await connection.scalar(select(func.pg_catalog.pg_backend_pid()))
         return self._deaf
 
 

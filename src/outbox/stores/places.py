@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
-from sqlalchemy import BigInteger, ColumnElement, Connection, String, Table, cast, column, func, literal, select, table
+from sqlalchemy import BigInteger, ColumnElement, Connection, Table, Text, cast, column, func, literal, select, table
 from sqlalchemy.exc import ProgrammingError
 from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.pool import Pool
@@ -62,23 +62,27 @@ def find(connection: Connection, tables: Tables, schema: str | None = None) -> F
     """Look for the tables in a schema, or where a statement without a schema would find or make them."""
     names = [each.name for each in tables.metadata.sorted_tables]
     known = schema or tables.messages.schema
-    where: ColumnElement[Any] = literal(known, String) if known else _visible(tables)
+    where: ColumnElement[Any] = cast(known, Text) if known else _visible(tables)
     namespace = select(_SCHEMAS.c.oid).where(_SCHEMAS.c.nspname == where).scalar_subquery()
+    named = _CLASSES.c.relname.in_([cast(name, Text) for name in names])
     present = select(func.count()).where(
-        _CLASSES.c.relname.in_(names), _CLASSES.c.relnamespace == namespace, func.age(_CLASSES.c.xmin) > 0
+        named, _CLASSES.c.relnamespace == namespace, func.pg_catalog.age(_CLASSES.c.xmin) > 0
     )
-    unchanged = select(_SETTINGS.c.setting == _SETTINGS.c.reset_val).where(_SETTINGS.c.name == "search_path")
+    search_path = _SETTINGS.c.name == cast("search_path", Text)
+    unchanged = select(_SETTINGS.c.setting == _SETTINGS.c.reset_val).where(search_path)
+    started = func.pg_catalog.pg_postmaster_start_time()
     # In whole microseconds: how a fraction is written depends on a setting of the connection.
-    since = cast(func.date_part("epoch", func.pg_postmaster_start_time()) * 1_000_000, BigInteger)
-    database = func.concat(func.current_database(), " ", since)
+    since = cast(func.pg_catalog.date_part("epoch", started) * literal(1_000_000.0), BigInteger)
+    database = func.pg_catalog.concat(func.pg_catalog.current_database(), " ", since)
     row = connection.execute(select(database, where, unchanged.scalar_subquery(), present.scalar_subquery())).one()
     return Found(Place(row[0], row[1]), bool(row[2]), row[3] == len(names))
 
 
 def _visible(tables: Tables) -> ColumnElement[Any]:
-    holds = (_CLASSES.c.relname == tables.messages.name) & func.pg_table_is_visible(_CLASSES.c.oid)
+    named = _CLASSES.c.relname == cast(tables.messages.name, Text)
+    holds = named & func.pg_catalog.pg_table_is_visible(_CLASSES.c.oid)
     held = select(_SCHEMAS.c.nspname).join(_CLASSES, _CLASSES.c.relnamespace == _SCHEMAS.c.oid).where(holds)
-    return func.coalesce(held.scalar_subquery(), func.current_schema())
+    return func.coalesce(held.scalar_subquery(), func.pg_catalog.current_schema())
 
 
 class Places:

@@ -182,7 +182,7 @@ class PostgresqlStore(SqlStore):
     def create(self, connection: Connection, schema: str | None = None) -> None:
         if self.missing(connection, schema):  # a role that may not create is fine when there is nothing to create
             # Two processes that start at the same time: CREATE TABLE IF NOT EXISTS alone would collide.
-            connection.execute(text("SELECT pg_advisory_xact_lock(hashtext('outbox tables'))"))
+            connection.execute(text("SELECT pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext('outbox tables'))"))
             self.tables.metadata.create_all(connection)
 
     def differences(self, connection: Connection) -> list[Difference]:
@@ -270,15 +270,15 @@ class PostgresqlStore(SqlStore):
         return postgresql_insert(table).on_conflict_do_nothing()
 
     def ending(self, text: ColumnElement[str], length: int) -> ColumnElement[str]:
-        return func.right(text, length)
+        return func.pg_catalog.right(text, length)
 
     def skipping_locked(self, statement: Select[Any]) -> Select[Any]:
         return statement.with_for_update(skip_locked=True)
 
     def rows_written(self, connection: Connection) -> int:
         quoted = connection.dialect.identifier_preparer.format_table(self.messages)
-        sequence = func.pg_get_serial_sequence(quoted, "id")
-        return int(connection.scalar(select(func.pg_sequence_last_value(sequence))) or 0)
+        sequence = func.pg_catalog.pg_get_serial_sequence(quoted, "id")
+        return int(connection.scalar(select(func.pg_catalog.pg_sequence_last_value(sequence))) or 0)
 
     def place(self, connection: Connection, rows: Rows) -> None:
         if postgresql_receiving.fits_in_json(rows):
@@ -340,7 +340,7 @@ class PostgresqlStore(SqlStore):
 
     def _dead_rows(self, connection: Connection) -> int:
         quoted = connection.dialect.identifier_preparer.format_table(self.messages)
-        return int(connection.scalar(select(func.pg_stat_get_dead_tuples(cast(quoted, REGCLASS)))) or 0)
+        return int(connection.scalar(select(func.pg_catalog.pg_stat_get_dead_tuples(cast(quoted, REGCLASS)))) or 0)
 
     def fetched(
         self, connection: Connection, statement: Executable, parameters: Mapping[str, Any]
@@ -423,7 +423,7 @@ def _time(moment: datetime) -> ColumnElement[Any]:
 
 def _queue_of(messages: FromClause) -> ColumnElement[Any]:
     """The queue of a message, of those that a statement is told."""
-    return bindparam("queues", type_=JSONB).op("->>")(messages.c.routing_key)
+    return bindparam("queues", type_=JSONB).op("->>")(cast(messages.c.routing_key, Text))
 
 
 class _InLoop:

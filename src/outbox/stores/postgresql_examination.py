@@ -19,34 +19,45 @@ _OLDEST = text(
     """
     SELECT pid, usename AS role, state, extract(epoch FROM now() - xact_start) AS seconds
     FROM pg_catalog.pg_stat_activity
-    WHERE datname = current_database() AND pid <> pg_backend_pid() AND backend_type = 'client backend'
-      AND (backend_xmin IS NOT NULL OR backend_xid IS NOT NULL) AND xact_start IS NOT NULL
+    WHERE datname = pg_catalog.current_database() AND pid <> pg_catalog.pg_backend_pid()
+      AND backend_type = 'client backend' AND (backend_xmin IS NOT NULL OR backend_xid IS NOT NULL)
+      AND xact_start IS NOT NULL
     ORDER BY xact_start LIMIT 1
     """
 )
-_SEES_ALL = text("SELECT pg_has_role(current_user, 'pg_read_all_stats', 'USAGE') AS yes, current_user AS role")
+_SEES_ALL = text(
+    "SELECT pg_catalog.pg_has_role(current_user, 'pg_read_all_stats', 'USAGE') AS yes, current_user AS role"
+)
 _PREPARED = text(
     """
     SELECT gid, owner AS role, extract(epoch FROM now() - prepared) AS seconds, count(*) OVER () AS number
-    FROM pg_catalog.pg_prepared_xacts WHERE database = current_database() ORDER BY prepared LIMIT 1
+    FROM pg_catalog.pg_prepared_xacts WHERE database = pg_catalog.current_database() ORDER BY prepared LIMIT 1
     """
 )
 _DEAD = text(
     """
     SELECT relname AS name, n_live_tup AS live, n_dead_tup AS dead
     FROM pg_catalog.pg_stat_user_tables
-    WHERE relname = ANY(:names) AND CASE WHEN CAST(:schema AS text) IS NULL
-        THEN pg_catalog.pg_table_is_visible(relid) ELSE schemaname = :schema END
+    WHERE relname = ANY(CAST(:names AS text[])) AND CASE WHEN CAST(:schema AS text) IS NULL
+        THEN pg_catalog.pg_table_is_visible(relid) ELSE schemaname = CAST(:schema AS text) END
     ORDER BY n_dead_tup DESC
     """
 ).bindparams(bindparam("names", type_=ARRAY(String)), bindparam("schema", type_=String))
+
+_OPEN_SCHEMAS = text(
+    """
+    SELECT n.nspname AS name FROM pg_catalog.pg_namespace n
+    WHERE n.nspname = ANY(pg_catalog.current_schemas(false))
+      AND pg_catalog.has_schema_privilege('public', n.oid, 'CREATE')
+    """
+)
 
 
 _WHOLE_INSERTS = text(
     """
     SELECT CASE acl.grantee WHEN 0 THEN 'PUBLIC' ELSE pg_catalog.pg_get_userbyid(acl.grantee) END AS role
     FROM pg_catalog.pg_class AS class, LATERAL pg_catalog.aclexplode(class.relacl) AS acl
-    WHERE class.oid = CAST(:table AS regclass) AND acl.grantee <> class.relowner
+    WHERE class.oid = CAST(CAST(:table AS regclass) AS oid) AND acl.grantee <> class.relowner
     GROUP BY acl.grantee
     HAVING bool_or(acl.privilege_type = 'INSERT') AND NOT bool_or(acl.privilege_type = 'SELECT')
     ORDER BY role
@@ -64,6 +75,7 @@ def findings(tables: Tables, connection: Connection) -> Iterator[Finding]:
     yield _prepared_transaction(connection)
     yield _dead_rows(tables, connection)
     yield _producers(tables, connection)
+    yield _search_path(connection)
 
 
 def _oldest_transaction(connection: Connection) -> Finding:
@@ -119,3 +131,14 @@ def _producers(tables: Tables, connection: Connection) -> Finding:
         f"sql --roles` prints, and for a role that is not of its making: {revoke_insert(tables, roles[0])}"
     )
     return Finding(Level.WARNING, "producers", what, advice)
+
+
+def _search_path(connection: Connection) -> Finding:
+    """Whoever may create there can put functions and operators in the way of other roles' statements."""
+    names = [row.name for row in connection.execute(_OPEN_SCHEMAS)]
+    if not names:
+        return Finding(Level.OK, "search path", "no schema in it is open for every role to create in")
+    what = f"every role may create functions and operators in {', '.join(names)}, which run as the role that meets them"
+    quote = connection.dialect.identifier_preparer.quote
+    advice = " ".join(f"REVOKE CREATE ON SCHEMA {quote(name)} FROM PUBLIC;" for name in names)
+    return Finding(Level.WARNING, "search path", what, advice)

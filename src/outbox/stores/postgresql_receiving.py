@@ -41,7 +41,7 @@ def placing(store: SqlStore) -> Executable:
     """The statement that writes all of them."""
     rows = store.records("rows", _TYPES).alias("placed")
     columns: dict[str, Any] = {name: rows.c[name] for name in GIVEN} | {
-        "body": func.decode(rows.c.body, "base64"),
+        "body": func.pg_catalog.decode(rows.c.body, "base64"),
         "destination": rows.c.queue,
         "expires_at": rows.c.expires,
         "due_at": store.clock(),

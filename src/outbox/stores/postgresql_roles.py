@@ -33,6 +33,12 @@ _CHANGING = (
     "history",
 )
 
+# The default before PostgreSQL 15 lets every role put functions and operators in the way of other roles' statements.
+_CLOSED = (
+    "-- So that no other role can create what statements of these roles would call. Other schemas in search_path too.\n"
+    "REVOKE CREATE ON SCHEMA public FROM PUBLIC;"
+)
+
 _preparer = postgresql.dialect().identifier_preparer  # type: ignore[no-untyped-call]
 
 
@@ -51,7 +57,7 @@ def roles_sql(tables: Tables, prefix: str) -> str:
     """The SQL that makes the roles and grants them their rights. They have no login: users are granted them."""
     check_identifier(prefix, "prefix of the roles", LONGEST_SCHEMA - len("_producer"))
     names = {kind: f"{prefix}_{kind}" for kind in ROLES}
-    parts = ["\n".join(_make(names[kind]) for kind in ROLES), _usage(tables, list(names.values()))]
+    parts = ["\n".join(_make(names[kind]) for kind in ROLES), _usage(tables, list(names.values())), _CLOSED]
     for kind, task in ROLES.items():
         lines = [f"-- {names[kind]} {task}.", *_emits(tables, kind, names[kind])]
         lines += [grant.to(names[kind]) for grant in _grants(tables, kind)]

@@ -1,0 +1,62 @@
+"""Locks: whatever dev.py installs is known by its hash."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from importlib.metadata import PackageNotFoundError, requires
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LOCKS = (
+    "requirements-test.lock",
+    "requirements-sqlalchemy-2.0.lock",
+    "requirements-virtualenv.lock",
+    "bench/requirements.txt",
+)
+
+
+@pytest.fixture(scope="module")
+def dev() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("dev", ROOT / "dev.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("lock", LOCKS)
+def test_every_requirement_of_a_lock_has_a_version_and_a_hash(lock: str) -> None:
+    text = re.sub(r"^#.*\n", "", (ROOT / lock).read_text(), flags=re.MULTILINE).replace("\\\n", "")
+    requirements = [line for line in text.splitlines() if line.strip()]
+    assert requirements
+    assert all(re.match(r"[\w.-]+(\[\w+\])?==\S+ .*--hash=sha256:[0-9a-f]{64}", line) for line in requirements)
+
+
+def test_every_installation_asks_for_hashes_or_installs_nothing_but_the_project() -> None:
+    installs = re.findall(r"self\._pip\((.*)\)|(?:install|hashed) = \[(.*)\]", (ROOT / "dev.py").read_text())
+    assert len(installs) == 7
+    for arguments in map("".join, installs):
+        assert '"--require-hashes"' in arguments or '"--no-deps", "--no-build-isolation", "--editable"' in arguments
+
+
+def test_the_demo_installs_all_that_the_project_depends_on(dev: ModuleType) -> None:
+    assert set(dev.DEMO) <= set(dev.locked())
+    needed, found = ["transactional-outbox", "hatchling", "editables"], set()
+    while needed:
+        name = needed.pop()
+        try:
+            requirements = requires(name) or []
+        except PackageNotFoundError:  # of another system
+            continue
+        for requirement in requirements:
+            wanted = re.match(r"[\w.-]+", requirement)
+            if wanted is not None and "extra ==" not in requirement and "python_version <" not in requirement:
+                dependency = re.sub(r"[-_.]+", "-", wanted[0]).lower()
+                if dependency not in found:
+                    found.add(dependency)
+                    needed.append(dependency)
+    assert found | {"hatchling", "editables", "greenlet"} <= set(dev.DEMO)
