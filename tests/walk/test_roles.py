@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import asyncpg
@@ -28,6 +29,7 @@ MakeOutbox = Callable[..., Outbox]
 pytestmark = pytest.mark.parametrize("database_url", ["postgresql+asyncpg", "postgresql+psycopg"], indirect=True)
 
 KINDS = ("producer", "relay", "worker", "operator")
+SECURITY_PAGE = Path(__file__).parents[2] / "docs/operate/security.md"
 
 
 @dataclass(frozen=True)
@@ -537,3 +539,32 @@ async def test_a_producer_emits_before_somebody_makes_the_tables_that_a_newer_ve
     with pytest.raises(DBAPIError, match="permission denied"):
         async with fresh.transaction() as session:
             await fresh.emit(session, "order.created", 1)
+
+
+TABLES = ("messages", "dead_letters", "bindings", "inbox", "state", "circuits", "owners")
+RIGHTS = ("SELECT", "INSERT", "UPDATE", "DELETE", "TRUNCATE", "REFERENCES", "TRIGGER")
+
+
+async def test_the_page_about_security_shows_what_the_roles_may_do(roles: Roles, make_outbox: MakeOutbox) -> None:
+    tables = make_outbox().tables
+    lines = [f"| | {' | '.join(KINDS)} |", f"|---|{'---|' * len(KINDS)}"]
+    for table in TABLES:
+        name = getattr(tables, table).fullname
+        cells = [await asyncio.to_thread(_rights, roles, kind, name) for kind in KINDS]
+        lines.append(f"| `{table}` | {' | '.join(cells)} |")
+    matrix = "\n".join(lines)
+    print(matrix)  # what the page should show
+    assert matrix in SECURITY_PAGE.read_text()
+
+
+def _rights(roles: Roles, kind: str, table: str) -> str:
+    """What a role may do with a table, by the server's own word."""
+    found = []
+    for right in RIGHTS:
+        [(whole,)] = roles.run(f"SELECT has_table_privilege('{roles.user(kind)}', '{table}', '{right}')")
+        partly = whole
+        if not whole and right in ("SELECT", "INSERT", "UPDATE", "REFERENCES"):
+            [(partly,)] = roles.run(f"SELECT has_any_column_privilege('{roles.user(kind)}', '{table}', '{right}')")
+        if partly:
+            found.append(right if whole else f"{right}*")
+    return ", ".join(found) or "nothing"
