@@ -242,7 +242,8 @@ class PostgresqlStore(SqlStore):
 
     def seconds_until(self, moment: ColumnElement[Any]) -> ColumnElement[float]:
         # Each on its own: a difference to infinity is an error before PostgreSQL 17.
-        return func.date_part("epoch", moment, type_=Float) - func.date_part("epoch", func.now(), type_=Float)
+        date_part = func.pg_catalog.date_part
+        return date_part("epoch", moment, type_=Float) - date_part("epoch", func.now(), type_=Float)
 
     def readable(self, column: ColumnElement[Any], otherwise: datetime | None = None) -> ColumnElement[Any]:
         if not isinstance(column.type, DateTime):
