@@ -418,8 +418,8 @@ class PostgresqlStore(SqlStore):
 
 
 def _time(moment: datetime) -> ColumnElement[Any]:
-    """A constant: what is bound would be sent with every statement."""
-    return literal_column(f"timestamptz '{moment:%Y-%m-%d %H:%M:%S}+00'", DateTime(timezone=True))
+    """A constant: what is bound would be sent with every statement. Its year has four digits, or it is another one."""
+    return literal_column(f"timestamptz '{moment.isoformat(sep=' ')}'", DateTime(timezone=True))
 
 
 def _queue_of(messages: FromClause) -> ColumnElement[Any]:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any, Protocol
 
 import pytest
 
+from outbox.core.durations import LATEST, OLDEST
 from outbox.core.errors import ConfigurationError
 from outbox.core.message import Message
 from outbox.core.transport import Published, Reporting, Transport
@@ -32,7 +33,7 @@ AT_THE_LIMITS: dict[str, dict[str, Any]] = {
     "a key": {"key": 'a "key" 100%'},
     "a header": {"headers": {"a.b-c_D": "ü"}},
     "tracking ids": {"tracking_ids": ("a", "b.c, d")},
-    "times": {"created_at": datetime(1, 1, 1, tzinfo=UTC), "expires_at": datetime(9999, 1, 1, tzinfo=UTC)},
+    "times": {"created_at": OLDEST, "expires_at": LATEST - timedelta(microseconds=1)},
     "a time when it was due": {"due_at": datetime(2026, 1, 1, tzinfo=UTC)},
 }
 
