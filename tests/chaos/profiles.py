@@ -143,7 +143,7 @@ SHORT: Mapping[str, Profile] = {
     profile.name: profile
     for profile in (
         _SHORT,
-        replace(_over_rabbitmq(_SHORT), seconds=40, faults=28, messages=1500, slow_share=0.02),
+        replace(_over_rabbitmq(_SHORT), seconds=28, faults=24, messages=1000, slow_share=0.02),
         _SHORT_ON_SQLITE,
         replace(
             _of_two_services(_SHORT),

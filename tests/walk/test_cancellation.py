@@ -367,9 +367,13 @@ PASSED_ON = tuple(
 )
 # The statements are the same with both drivers; how they connect, wait and are cut differs.
 WITH_PSYCOPG = (emit, emit_many, receive, route, settle, running)
+# What serves does so in the same way: one on each database, and all on either.
+SERVED_ON_SQLITE, SERVED_ON_POSTGRESQL = (message_relay, run, running), (worker, running)
 
 
 def _is_cut_on(database: str, case: Case) -> bool:
+    if case.operation in (*SERVED_ON_SQLITE, *SERVED_ON_POSTGRESQL):
+        return case.operation in (SERVED_ON_SQLITE if database == "sqlite" else SERVED_ON_POSTGRESQL)
     match database:
         case "sqlite":
             return True
