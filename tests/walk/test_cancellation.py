@@ -372,7 +372,7 @@ SERVED_ON_SQLITE, SERVED_ON_POSTGRESQL = (message_relay, run, running), (worker,
 
 
 def _is_cut_on(database: str, case: Case) -> bool:
-    if case.operation in (*SERVED_ON_SQLITE, *SERVED_ON_POSTGRESQL):
+    if database != "postgresql+psycopg" and case.operation in (*SERVED_ON_SQLITE, *SERVED_ON_POSTGRESQL):
         return case.operation in (SERVED_ON_SQLITE if database == "sqlite" else SERVED_ON_POSTGRESQL)
     match database:
         case "sqlite":
