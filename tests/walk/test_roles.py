@@ -542,7 +542,7 @@ async def test_a_producer_emits_before_somebody_makes_the_tables_that_a_newer_ve
 
 
 TABLES = ("messages", "dead_letters", "bindings", "inbox", "state", "circuits", "owners")
-RIGHTS = ("SELECT", "INSERT", "UPDATE", "DELETE", "TRUNCATE", "REFERENCES", "TRIGGER")
+PRIVILEGES = ("SELECT", "INSERT", "UPDATE", "DELETE", "TRUNCATE", "REFERENCES", "TRIGGER")
 
 
 async def test_the_page_about_security_shows_what_the_roles_may_do(roles: Roles, make_outbox: MakeOutbox) -> None:
@@ -560,7 +560,7 @@ async def test_the_page_about_security_shows_what_the_roles_may_do(roles: Roles,
 def _rights(roles: Roles, kind: str, table: str) -> str:
     """What a role may do with a table, by the server's own word."""
     found = []
-    for right in RIGHTS:
+    for right in PRIVILEGES:
         [(whole,)] = roles.run(f"SELECT has_table_privilege('{roles.user(kind)}', '{table}', '{right}')")
         partly = whole
         if not whole and right in ("SELECT", "INSERT", "UPDATE", "REFERENCES"):
