@@ -25,6 +25,7 @@ from outbox.core.forks import forget_after_fork, never_collect
 from outbox.core.listener import Listener, check_listeners
 from outbox.core.message import Message
 from outbox.core.store import Backlog, Difference, Store, StoredMessage
+from outbox.core.tracking import get_tracking_ids, tracking
 from outbox.core.transport import Defaults, Transport
 from outbox.core.webhooks import AnySecrets
 from outbox.engines import Engines
@@ -45,7 +46,7 @@ from outbox.outbound.hooks import Callback, HookedSession, after_commit, hooks_o
 from outbox.outbound.transactional import opened, transactional
 from outbox.owners import Owners
 from outbox.relays import Relays
-from outbox.settings import Settings
+from outbox.settings import Settings, on_top
 from outbox.shutdown import Shutdown, on_signals
 from outbox.stores.tables import Tables
 from outbox.transports.database import DatabaseTransport
@@ -62,14 +63,21 @@ class Outbox:
 
     def __init__(self, **options: Any) -> None:
         self._settings: Settings | None = None
+        self._given: dict[str, Any] = {}  # options of all setups so far
         self._runs: Counter[asyncio.AbstractEventLoop] = Counter()  # relays and workers that are at work in each loop
         forget_after_fork(self)
         if options:
             self.setup(**options)
 
     def setup(self, **options: Any) -> None:
-        """Take options as `Settings` lists them; what was made from earlier ones is forgotten."""
-        self._settings = Settings.of(options)
+        """Take options as `Settings` lists them. Those of earlier calls stay, unless they are given again.
+
+        An option that is None counts as not given. The database and the transport can be replaced; what was made from
+        earlier options is forgotten.
+        """
+        given = on_top(self._given, options)
+        self._settings = Settings.of(given)
+        self._given = given
         for name in ("engines", "tables", "store", "transport", "_emitter", "_receiver", "_observe"):
             self.__dict__.pop(name, None)
         self.__dict__["_stores"] = {}
@@ -280,6 +288,10 @@ class Outbox:
     def cancel_timer_sync(self, session: PlainSession, timer_id: str) -> bool:
         """`cancel_timer` for callers without an event loop."""
         return self._emitter.cancel_now(session, timer_id)
+
+    # As for the module: ids follow a call, whichever outbox it uses.
+    tracking = staticmethod(tracking)
+    get_tracking_ids = staticmethod(get_tracking_ids)
 
     # Receiving.
 

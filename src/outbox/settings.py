@@ -29,6 +29,14 @@ from outbox.stores.tables import LONGEST_SCHEMA, LONGEST_TABLE, check_identifier
 
 PREFIX = "OUTBOX_"
 
+# Two ways to say the same thing: one in code takes the place of the other from the environment or an earlier setup().
+_INSTEAD = {
+    "db_engine": "db_engine_url",
+    "db_engine_url": "db_engine",
+    "transport": "routes",
+    "routes": "transport",
+}
+
 
 def _option(
     default: Any,
@@ -228,9 +236,7 @@ class Settings:
             if values.get(option.name) is None:
                 values.pop(option.name, None)
                 _read(option, environment, values)
-        if values.get("db_engine") is not None and given.get("db_engine_url") is None:
-            values.pop("db_engine_url", None)
-        for one, other in (("transport", "routes"), ("routes", "transport")):
+        for one, other in _INSTEAD.items():
             if one in said and other not in said:
                 values.pop(other, None)
         return cls(**values)
@@ -351,6 +357,12 @@ class Settings:
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
+
+
+def on_top(earlier: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of an earlier `setup()` with those of a later one, all under their first names."""
+    later = _by_option(given)
+    return {name: value for name, value in earlier.items() if _INSTEAD.get(name) not in later} | later
 
 
 def _by_option(given: Mapping[str, Any]) -> dict[str, Any]:

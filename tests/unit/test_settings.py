@@ -339,14 +339,40 @@ def test_setup_does_no_input_or_output_and_needs_no_loop() -> None:
     assert outbox.transport.name == "memory"
 
 
-def test_a_second_setup_forgets_the_first() -> None:
-    outbox = Outbox(db_engine_url="sqlite://", table_name="first", transport="memory://")
-    first = (outbox.store, outbox.transport, outbox.metadata)
-    outbox.setup(db_engine_url="sqlite://", table_name="second")
+def test_a_second_setup_keeps_what_it_does_not_name_and_makes_everything_anew() -> None:
+    outbox = Outbox(db_engine_url="sqlite://", table_name="first", transport="memory://", retry_delays=(1,))
+    store, transport = outbox.store, outbox.transport
+    outbox.setup(table_name="second", retry_delays=None)
+    assert (outbox.transport.name, outbox.settings.db_engine_url) == ("memory", "sqlite://")
+    assert outbox.settings.policy("retry_delays").known_delays() == (timedelta(seconds=1),)
     assert outbox.store.messages.name == "second"
-    assert outbox.transport.name == "database"
-    assert outbox.store is not first[0]
     assert "second" in outbox.metadata.tables
+    assert outbox.store is not store
+    assert outbox.transport is not transport
+
+
+def test_a_second_setup_may_replace_the_database_and_the_transport_however_they_were_named() -> None:
+    engine = create_engine("sqlite://")
+    outbox = Outbox(db_engine=engine, rabbitmq_url="amqp://first/")
+    outbox.setup(retry_delays=(2,))
+    assert (outbox.settings.db_engine, outbox.settings.transport) == (engine, "amqp://first/")
+    outbox.setup(db_engine_url="sqlite+aiosqlite://", routes={"#": "memory://"})
+    assert (outbox.settings.db_engine, outbox.settings.transport) == (None, None)
+    outbox.setup(db_engine=engine, rmq_connection_url="amqp://second/")
+    assert (outbox.settings.db_engine_url, outbox.settings.routes) == (None, {})
+    assert outbox.settings.transport == "amqp://second/"
+    outbox.setup(transport="database")
+    assert outbox.transport.name == "database"
+    assert outbox.settings.policy("retry_delays").known_delays() == (timedelta(seconds=2),)
+
+
+def test_a_setup_that_is_refused_changes_nothing() -> None:
+    outbox = Outbox(db_engine_url="sqlite://", table_name="first")
+    for bad in ({"table_name": "a;b"}, {"no_option": 1}, {"db_engine": create_engine("sqlite://"), "batch_size": 0}):
+        with pytest.raises(ConfigurationError):
+            outbox.setup(**bad)
+    outbox.setup(lease=30)
+    assert (outbox.settings.table_name, outbox.settings.db_engine_url) == ("first", "sqlite://")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from uuid import UUID
 
 import pytest
 
-from outbox import Message, get_tracking_ids, tracking
+from outbox import Message, Outbox, get_tracking_ids, tracking
 from outbox.core.tracking import follow, new_id
 
 
@@ -34,6 +34,16 @@ def test_a_block_inside_a_block_adds_an_id() -> None:
             assert inner[:-1] == outer
             assert len(inner) == 2
         assert get_tracking_ids() == outer
+
+
+def test_an_outbox_has_the_same_block_and_the_same_ids() -> None:
+    first, second = Outbox(), Outbox()
+    with first.tracking() as ids:
+        assert first.get_tracking_ids() == second.get_tracking_ids() == get_tracking_ids() == ids
+        with second.tracking() as more:
+            assert get_tracking_ids() == more
+            assert more[:-1] == ids
+    assert first.get_tracking_ids() == ()
 
 
 def test_a_message_is_identified_by_its_last_tracking_id() -> None:
