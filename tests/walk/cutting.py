@@ -104,6 +104,12 @@ class Stage:
 
     # Before.
 
+    async def begin(self) -> None:
+        """Set it for the first time; the outbox beside then opens a line that it keeps, which is none to be counted."""
+        tasks = asyncio.all_tasks()
+        await self.set()
+        await eventually(lambda: not (asyncio.all_tasks() - tasks))
+
     async def set(self) -> None:
         """A message in every state: two in a queue, one not routed, a timer, and one each done, dead and expired."""
         async with self._beside.begin() as connection:

@@ -341,7 +341,7 @@ async def discard(stage: Stage) -> None:
 @pytest.fixture
 async def stage(database_url: str, table_name: str) -> AsyncIterator[Stage]:
     stage = Stage(database_url, table_name)
-    await stage.set()
+    await stage.begin()
     yield stage
     await stage.close()
 
