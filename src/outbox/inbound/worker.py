@@ -11,7 +11,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
 
-from outbox.core.attempt import Attempt, Released
+from outbox.core.attempt import Released
 from outbox.core.cancellation import ABANDONED
 from outbox.core.durations import NO_DELAY
 from outbox.core.errors import ClosedForGood
@@ -49,7 +49,8 @@ class _Run:
     """A listener at work."""
 
     queue: str
-    attempt: Attempt
+    delivery: Delivery
+    slots: Slots
     began: float
     task: asyncio.Task[None] | None = None  # the loop itself holds tasks only weakly
     told: bool = False
@@ -137,38 +138,32 @@ class Worker:
         create_task = asyncio.get_running_loop().create_task
 
         def start(slots: Slots, delivery: Delivery, refusal: Exception | None) -> None:
+            run = _Run(queue, delivery, slots, time.monotonic())
             if delivery.attempt.isolated and isinstance(delivery, Isolable):
-                running = self._run_alone(handle, delivery, refusal)
+                running = self._run_alone(run, handle, delivery, refusal)
             elif self._exclusive.is_kept:
                 self._exclusive.wait(partial(start, slots, delivery, refusal), partial(_give_back, slots, delivery))
                 return
             else:
                 self._exclusive.begin()
-                running = self._run(handle(delivery, refusal), delivery)
-            run = _Run(queue, delivery.attempt, time.monotonic())
+                running = self._run(run, handle(delivery, refusal))
             self._running.add(run)
-            run.task = create_task(self._until_end(run, running, delivery, slots))
+            run.task = create_task(running)
 
         return start
 
-    async def _until_end(self, run: _Run, running: Awaitable[None], delivery: Delivery, slots: Slots) -> None:
+    async def _run(self, run: _Run, handling: Awaitable[None]) -> None:
         """A task of its own for each delivery: what a listener leaves in its context is gone with it."""
-        try:
-            await running
-        finally:
-            self._running.discard(run)
-            slots.release(delivery)
-
-    async def _run(self, handling: Awaitable[None], delivery: Delivery) -> None:
         try:
             await handling
         except Exception as error:  # noqa: BLE001 - a fault of ours, not the listener's
-            delivery.settle(Released())  # without an end it would be held for ever
-            self._observe(Troubled(f"handling of {delivery.attempt.message.id}", error, timedelta(0)))
+            run.delivery.settle(Released())  # without an end it would be held for ever
+            self._observe(Troubled(f"handling of {run.delivery.attempt.message.id}", error, timedelta(0)))
         finally:
             self._exclusive.end()
+            self._over(run)
 
-    async def _run_alone(self, handle: Handle, delivery: Isolable, refusal: Exception | None) -> None:
+    async def _run_alone(self, run: _Run, handle: Handle, delivery: Isolable, refusal: Exception | None) -> None:
         """The run that could end as `crashed` has the process to itself, until its outcome is written."""
         started: Delivery | None = None
         pause: timedelta | None = None
@@ -178,9 +173,14 @@ class Worker:
                     await handle(started, refusal)
                     await _written(started)
         except Exception as error:  # noqa: BLE001 - the database is away, or a fault of ours
-            self._observe(Troubled(f"isolated run of {delivery.attempt.message.id}", error, timedelta(0)))
+            self._observe(Troubled(f"isolated run of {run.delivery.attempt.message.id}", error, timedelta(0)))
         finally:
             (started or delivery).settle(Released(pause or NO_DELAY))  # unless it has an end
+            self._over(run)
+
+    def _over(self, run: _Run) -> None:
+        self._running.discard(run)
+        run.slots.release(run.delivery)
 
     async def _watch(self) -> None:
         """Say once of each listener that it runs for very long: the next thing it meets is a broker's own limit."""
@@ -190,7 +190,7 @@ class Worker:
             for run in self._running:
                 if not run.told and now - run.began > LONG_RUN:
                     run.told = True
-                    self._observe(StillRunning(run.queue, run.attempt, timedelta(seconds=now - run.began)))
+                    self._observe(StillRunning(run.queue, run.delivery.attempt, timedelta(seconds=now - run.began)))
 
     async def _let_end(self, abandon: asyncio.Event) -> int:
         if not self._running:

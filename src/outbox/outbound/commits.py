@@ -107,8 +107,10 @@ def after_commit(session: Session | Connection, action: Action) -> None:
 @event.listens_for(Session, "before_commit")
 def _session_committing(session: Session) -> None:
     commits = session.info.get(_KEY)
+    if commits is None or commits.aborted is None:
+        return
     transaction = _innermost(session)
-    if commits is None or commits.aborted is None or transaction is None or transaction.parent is not None:
+    if transaction is None or transaction.parent is not None:
         return
     for connection in connections_of(transaction):
         error = commits.aborted(connection)
