@@ -6,7 +6,6 @@ import itertools
 import os
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ pytest.register_assert_rewrite(
     "outbox.testing.publishing_contract",
 )
 
-from outbox import Outbox, adapters  # noqa: E402 - after pytest was told whose assertions to explain
+from outbox import Outbox  # noqa: E402 - after pytest was told whose assertions to explain
 from outbox.testing import servers  # noqa: E402
 from outbox.testing.servers import PgBouncer, Server, postgresql  # noqa: E402
 from tests.broker import VirtualHost  # noqa: E402
@@ -73,12 +72,6 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
         return f"sqlite+aiosqlite:///{tmp_path / 'outbox.db'}"
     url: str = request.getfixturevalue("postgresql_url")
     return url.replace("postgresql://", f"{request.param}://", 1)
-
-
-@pytest.fixture
-def adapters_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests that make hundreds of outboxes: most of what one takes is the look for installed adapters."""
-    monkeypatch.setattr(adapters, "entry_points", cache(adapters.entry_points))
 
 
 @pytest.fixture

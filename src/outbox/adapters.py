@@ -23,6 +23,7 @@ STORES = "outbox.stores"  # the entry point group; names are SQLAlchemy's names 
 TRANSPORTS = "outbox.transports"  # names are URL schemes, or modules whose connections are taken
 
 _DEFAULTS = Defaults()
+_loaded: dict[tuple[str, str], Any] = {}  # by group and name: to look through all that is installed takes milliseconds
 _EXTRA = re.compile(r"(?P<distribution>[\w.-]+).*; extra == ['\"](?P<extra>\w+)['\"]")  # of what we require
 _DRIVER_MODULES = {"pysqlite": "sqlite3"}  # where a driver's name is not its module's
 
@@ -150,14 +151,17 @@ def _missing(backend: str, drivers: tuple[str, ...]) -> ConfigurationError:
 
 
 def _load(group: str, name: str, missing: str) -> Any:
+    if (group, name) in _loaded:
+        return _loaded[group, name]
     found = entry_points(group=group)
     for point in found:
         if point.name == name:
             try:
-                return point.load()
+                _loaded[group, name] = loaded = point.load()
             except ImportError as error:
                 advice = _installation(error.name or "")
                 raise ConfigurationError(f"{name} needs a module that is not installed: {error}{advice}") from error
+            return loaded
     known = ", ".join(sorted(point.name for point in found)) or "none"
     raise ConfigurationError(missing.format(name=name, known=known))
 

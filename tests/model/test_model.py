@@ -27,7 +27,6 @@ PROFILE = settings(
 )
 
 
-@pytest.mark.usefixtures("adapters_found_once")
 @pytest.mark.timeout(0 if IS_DEEP else 600)
 @pytest.mark.parametrize("routes", [True, False], ids=["queues", "relay"])
 def test_a_store_does_what_the_model_says(database_url: str, table_name: str, routes: bool) -> None:

@@ -127,9 +127,7 @@ async def sink() -> AsyncIterator[HttpSink]:
 
 
 @pytest.fixture
-def make_http_outbox(
-    make_outbox: Callable[..., Outbox], sink: HttpSink, recorder: Recorder, adapters_found_once: None
-) -> Callable[..., Outbox]:
+def make_http_outbox(make_outbox: Callable[..., Outbox], sink: HttpSink, recorder: Recorder) -> Callable[..., Outbox]:
     """Outboxes that post to that broker, as the seed configures them, ask again soon, and keep what they have sent."""
 
     def make(**options: Any) -> Outbox:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from sqlalchemy import make_url
 
-from outbox import ConfigurationError, Message, Outbox, OutboxError
+from outbox import ConfigurationError, Message, Outbox, OutboxError, adapters
 from outbox.adapters import async_url, parse_url, store_class, sync_url, transport_for
 from outbox.core.transport import Published
 from outbox.stores.postgresql import PostgresqlStore
@@ -36,6 +36,11 @@ def missing(monkeypatch: pytest.MonkeyPatch) -> Missing:
     return block
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapters, "_loaded", {})
+
+
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
     """Install a distribution called `acme` for the length of a test."""
@@ -50,6 +55,14 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str,
         monkeypatch.delitem(sys.modules, "acme_outbox", raising=False)
 
     return install
+
+
+def test_what_was_found_once_is_not_looked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[str] = []
+    look = adapters.entry_points
+    monkeypatch.setattr(adapters, "entry_points", lambda group: looks.append(group) or look(group=group))
+    assert adapters.store_class("sqlite") is adapters.store_class("sqlite")
+    assert looks == [adapters.STORES], "a look takes milliseconds"
 
 
 # Databases.

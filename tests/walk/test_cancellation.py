@@ -391,7 +391,6 @@ SWEEPS = [
 ]
 
 
-@pytest.mark.usefixtures("adapters_found_once")
 @pytest.mark.parametrize(("database_url", "case"), SWEEPS, indirect=["database_url"])
 async def test_it_can_be_cancelled_wherever_it_waits(stage: Stage, case: Case) -> None:
     await _sweep(stage, case)

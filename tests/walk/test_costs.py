@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from importlib.metadata import EntryPoints
 from typing import Any
 from uuid import uuid4
 
@@ -15,7 +14,7 @@ from sqlalchemy import Connection, Engine, event, make_url, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
-from outbox import Outbox, adapters
+from outbox import Outbox
 from outbox.core.attempt import Dead, Done, Outcome, Reason, RetryIn
 from outbox.core.binding import Binding
 from outbox.core.store import Wanted
@@ -132,22 +131,6 @@ async def test_whether_a_transaction_can_commit_costs_nothing_unless_a_statement
     assert (await meter.cost(lambda: work(fails=False))).statements == 3
     asked = 1 if meter.engine.dialect.driver == "asyncpg" else 0  # psycopg knows by itself
     assert (await meter.cost(lambda: work(fails=True))).statements == 4 + asked
-
-
-async def test_no_transaction_looks_for_installed_adapters(meter: Meter, monkeypatch: pytest.MonkeyPatch) -> None:
-    looks: list[str] = []
-    look = adapters.entry_points
-
-    def noting(group: str) -> EntryPoints:
-        looks.append(group)
-        return look(group=group)
-
-    async with meter.outbox.transaction() as session:
-        await meter.outbox.emit(session, "order.created", {})
-    monkeypatch.setattr(adapters, "entry_points", noting)
-    async with meter.outbox.transaction() as session:
-        await meter.outbox.emit(session, "order.created", {})
-    assert not looks, "a look takes milliseconds"
 
 
 async def test_a_batch_is_routed_and_leased_in_one_round_trip(meter: Meter) -> None:
