@@ -6,6 +6,7 @@ import inspect
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from importlib.metadata import entry_points, metadata, requires
 from importlib.util import find_spec
 from typing import Any, cast
@@ -16,6 +17,7 @@ from sqlalchemy.exc import ArgumentError
 from outbox.core.errors import ConfigurationError
 from outbox.core.store import StoreClass
 from outbox.core.transport import Addressed, Adopting, Defaults, Transport
+from outbox.transports.database import DatabaseTransport
 from outbox.transports.function import FunctionTransport
 from outbox.transports.routes import Route, Routes, route_name, url_without_secrets
 
@@ -74,6 +76,16 @@ def routes_for(values: Mapping[str, object], defaults: Defaults = _DEFAULTS) -> 
             found[name] = (value, transport)
         binding_keys[name].append(binding_key)
     return Routes([Route(name, transport, tuple(binding_keys[name])) for name, (_, transport) in found.items()])
+
+
+def installed_transports() -> set[str]:
+    """The names by which tables know their transports, of all that are installed."""
+    names = {DatabaseTransport.name, FunctionTransport.name, Routes.name}
+    for point in entry_points(group=TRANSPORTS):
+        with suppress(ImportError):  # what it needs is not installed
+            make = point.load()
+            names.add(getattr(getattr(make, "__self__", make), "name", point.name))
+    return names
 
 
 def address_of(value: object, transport: Transport) -> str | None:

@@ -16,6 +16,7 @@ from sqlalchemy import URL, Engine, make_url
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from outbox.core.binding import check_name
+from outbox.core.cloudevents import check_source
 from outbox.core.durations import IMMEDIATELY, NEVER, Retention, Seconds, as_delay, as_lifetime, parse_duration
 from outbox.core.errors import ConfigurationError, TimeInvalid
 from outbox.core.events import Observer
@@ -146,8 +147,8 @@ class Settings:
     )
     source: str | None = _option(
         None,
-        "Who says it: the `source` of CloudEvents over HTTP, a URI or the path of one. Set it if receivers should "
-        "know you by a name of your own; with another source they take a message for another one.",
+        "Who says it: the `source` of CloudEvents over HTTP, a URI or the path of one, such as `/shop`. Set it if "
+        "receivers should know you by a name of your own; with another source they take a message for another one.",
         shown="`/`, the database's name, `/`, the table's name",
         parse=str,
     )
@@ -257,7 +258,7 @@ class Settings:
         if self.queue_prefix != "":
             check_name(self.queue_prefix, "queue_prefix")
         if self.source is not None:
-            check_name(self.source, "source")
+            check_source(self.source)
         if self.service is not None:
             check_name(self.service, "service")
         if self.webhook_secrets is not None:

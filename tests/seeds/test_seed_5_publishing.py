@@ -242,12 +242,14 @@ async def test_the_cloudevents_sdk_reads_what_is_posted(
 ) -> None:
     service = make_http_outbox(transport=HttpTransport(f"{sink.url}/events", mode=mode))
     async with service.running(relay=True):
-        sent = await send(service, body={"order_id": "ORD-1", "name": "Zoë"}, key="customer 7", source="/orders/ä%")
+        sent = await send(
+            service, body={"order_id": "ORD-1", "name": "Zoë"}, key="customer 7", source="/orders/%C3%A4%25"
+        )
         [request] = await sink.until(1)
     read = from_structured_event if mode == "structured" else from_binary_event
     event = read(HTTPMessage(headers=dict(request.headers), body=request.body))
     assert (event.get_specversion(), event.get_id(), event.get_type()) == ("1.0", sent.id, ORDER_CREATED)
-    assert (event.get_source(), event.get_subject()) == ("/orders/ä%", "customer 7")
+    assert (event.get_source(), event.get_subject()) == ("/orders/%C3%A4%25", "customer 7")
     assert (event.get_time(), event.get_datacontenttype()) == (sent.created_at, "application/json")
     assert event.get_data() == {"order_id": "ORD-1", "name": "Zoë"}
 

@@ -297,6 +297,9 @@ CONTENT_TYPES: list[Any] = [
             "CRLF": "text/plain\r\n",
             "NUL": "text/\x00",
             "LF alone": "\n",
+            "no media type": "xyz",
+            "no subtype": "text/",
+            "no type": "/plain; charset=utf-8",
             "DEL": "text/plain\x7f",
             "not ASCII": "text/größe",
             "half a character": "\ud800",
@@ -372,6 +375,12 @@ def test_an_expiration_that_is_no_duration_is_refused(emitting: Any, expiration:
 @pytest.mark.parametrize("content_type", CONTENT_TYPES)
 def test_a_content_type_that_cannot_travel_is_refused(emitting: Any, content_type: Any) -> None:
     refused(emitting, HeaderInvalid, content_type=content_type)
+
+
+@pytest.mark.parametrize("source", ["the imports of today", "/büro", "/100%", "a\rb", "\ud800"])
+def test_a_source_that_is_no_uri_reference_is_refused(emitting: Any, source: str) -> None:
+    refused(emitting, HeaderInvalid, source=source)
+    refused(emitting, HeaderInvalid, headers={"ce-source": source})
 
 
 @pytest.mark.parametrize(

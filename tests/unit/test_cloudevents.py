@@ -40,11 +40,12 @@ def with_source(each: Message, source: str = "/shop") -> Message:
 
 def read_by_others(mode: str, each: Message, source: str = "/shop") -> Any:
     headers, body = MODES[mode](each, source)
-    read = from_structured_event if mode == "structured" else from_binary_event
+    read = from_structured_event if headers["content-type"].startswith(STRUCTURED) else from_binary_event
     return read(HTTPMessage(headers=headers, body=body))
 
 
 def structured_event(**members: Any) -> bytes:
+    """An event as others write it."""
     return json.dumps({**REQUIRED, **members}).encode()
 
 
@@ -88,6 +89,9 @@ MESSAGES = {
     "says json, is not UTF-8": message(b'"\xff"', content_type="application/json"),
     "deep json": message(b"[" * 100_000 + b"]" * 100_000),
     "xml": message(b"<a/>", content_type="application/xml"),
+    "an event": message(structured_event(id="another", data=1), content_type=STRUCTURED),
+    "events": message(b"[" + structured_event(id="another") + b"]", content_type=f"{BATCHED.title()} ; charset=utf-8"),
+    "an event in another format": message(b"<event/>", content_type="application/cloudevents+xml"),
 }
 
 
@@ -164,7 +168,7 @@ def test_whatever_comes_is_an_event_or_an_error_that_can_be_answered(body: bytes
 
 def test_the_structured_mode_is_the_specifications_json() -> None:
     headers, body = structured(message(key="7", tracking_ids=("a", "b")), "/shop")
-    assert headers == {"content-type": "application/cloudevents+json; charset=UTF-8"}
+    assert headers == {"content-type": "application/cloudevents+json; charset=utf-8"}
     assert json.loads(body) == {
         "specversion": "1.0",
         "id": "b",
@@ -359,6 +363,18 @@ BAD = {
     "empty type": structured_event(type=""),
     "specversion 0.3": structured_event(specversion="0.3"),
     "specversion 1.1": structured_event(specversion="1.1"),
+    "id that is a number": structured_event(id=25),
+    "id that is true": structured_event(id=True),
+    "type that is a number": structured_event(type=7),
+    "subject that is a number": structured_event(subject=7),
+    "empty subject": structured_event(subject=""),
+    "empty dataschema": structured_event(dataschema=""),
+    "empty datacontenttype": structured_event(datacontenttype=""),
+    "empty datacontenttype of data": structured_event(datacontenttype="", data="x"),
+    "empty time": structured_event(time=""),
+    "datacontenttype that is no media type": structured_event(datacontenttype="xyz"),
+    "datacontenttype without a subtype": structured_event(datacontenttype="text/", data="x"),
+    "datacontenttype with a space": structured_event(datacontenttype="text /plain", data_base64="AA=="),
     "id that is an object": structured_event(id={}),
     "type that is a list": structured_event(type=["x"]),
     "extension that is an object": structured_event(extension={"a": 1}),
@@ -406,6 +422,14 @@ def test_a_binary_event_without_a_required_attribute_is_refused(name: str) -> No
     for broken in ({**headers, name: ""}, {each: value for each, value in headers.items() if each != name}):
         with pytest.raises(CloudEventInvalid):
             parse(broken, b"")
+
+
+@pytest.mark.parametrize(
+    ("header", "value"), [("ce-subject", ""), ("ce-dataschema", ""), ("ce-time", ""), ("content-type", "xyz")]
+)
+def test_a_binary_event_with_an_attribute_that_says_nothing_is_refused(header: str, value: str) -> None:
+    with pytest.raises(CloudEventInvalid, match=header.removeprefix("ce-").replace("-", " ")):
+        parse({**{f"ce-{each}": value for each, value in REQUIRED.items()}, header: value}, b"")
 
 
 @pytest.mark.parametrize("header", ["ce-datacontenttype", "ce-data", "ce-my-extension", "ce-", "ce-ext_1"])

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import math
 import os
+import re
 import subprocess
 import sys
 import traceback
@@ -19,6 +20,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from outbox import IMMEDIATELY, NEVER, ConfigurationError, Message, Outbox, OutboxError, RetryPolicy
 from outbox.core.webhooks import Secrets
 from outbox.settings import PREFIX, Settings
+from outbox.transports.http import HttpTransport
 from outbox.transports.memory import MemoryTransport
 
 CANARY = "c4n4ry-p4ssw0rd"
@@ -288,6 +290,41 @@ def test_webhook_secrets_are_never_shown() -> None:
     settings = given(webhook_secrets=ONE)
     for shown in (repr(settings), str(settings), repr(vars(settings))):
         assert "AAAA" not in shown
+
+
+@pytest.mark.parametrize(
+    ("source", "written"),
+    [
+        ("the shop", "the%20shop"),
+        ("/büro", "/b%C3%BCro"),
+        ("/100%", "/100%25"),
+        ("/50%25 off", "/50%25%20off"),
+        ("1:shop", "1%3Ashop"),
+        ("//[shop", "//%5Bshop"),
+        ("/a#b#c", "/a%23b%23c"),
+        ("<shop>", "%3Cshop%3E"),
+    ],
+)
+def test_a_source_is_a_uri_reference_and_the_error_says_how_to_write_it(source: str, written: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"source.*URI-reference.*{re.escape(repr(written))}"):
+        given(source=source)
+    with pytest.raises(ConfigurationError, match="URI-reference"):
+        Settings.of({}, {"OUTBOX_SOURCE": source})
+    with pytest.raises(ConfigurationError, match="URI-reference"):
+        HttpTransport("https://shop.example", source=source)
+    assert given(source=written).source == written
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "/shop", "shop", "order-service", "#fragment", "?a=b/c?d", "//authority/path", "https://cloudevents.io",
+        "https://user@shop.example:8443/a;b=c/,@:?x=1#y", "urn:uuid:6e8bc430-9c3a-11d9-9669-0800200c9a66",
+        "mailto:cncf-wg-serverless@lists.cncf.io", "https://[::1]:80/x", "/caf%C3%A9", "a/b:c", "1-555-123-4567",
+    ],
+)  # fmt: skip
+def test_every_uri_and_every_path_is_a_source(source: str) -> None:
+    assert given(source=source).source == source
 
 
 @pytest.mark.parametrize("source", ["", " \n", 7, "x" * 256, "a\r\nb"])

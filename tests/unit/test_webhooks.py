@@ -57,6 +57,11 @@ def test_what_others_sign_we_verify() -> None:
     assert verify(OURS, {ID: "msg_1", TIMESTAMP: str(NOW), SIGNATURE: signature}, BODY, NOW) == "msg_1"
 
 
+@pytest.mark.parametrize("id", ["msg.1", "a.b.c", "order.123456789", "msg_1.", "v1.2b3", "1700000000.a"])
+def test_ids_may_have_dots_as_they_may_for_others(id: str) -> None:
+    assert verify(OURS, by_others(id), BODY, NOW) == id
+
+
 def test_while_secrets_are_changed_both_sign_and_either_verifies() -> None:
     both = Secrets(OTHER_TEXT, TEXT)
     headers = signed(secrets=both)
@@ -100,6 +105,11 @@ def flipped(signature: str) -> str:
     return signature[:10] + ("A" if signature[10] != "A" else "B") + signature[11:]
 
 
+def by_others(id: str) -> dict[str, str]:
+    signature = standardwebhooks.Webhook(TEXT).sign(id, datetime.fromtimestamp(NOW, UTC), BODY.decode())
+    return {ID: id, TIMESTAMP: str(NOW), SIGNATURE: signature}
+
+
 GOOD = signed()
 TAMPERED: dict[str, tuple[dict[str, str], bytes]] = {
     "no id": (without(ID), BODY),
@@ -113,6 +123,9 @@ TAMPERED: dict[str, tuple[dict[str, str], bytes]] = {
     "id with a space": ({**GOOD, ID: "msg_1 "}, BODY),
     "id in capitals": ({**GOOD, ID: "MSG_1"}, BODY),
     "id with a dot": (signed() | {ID: f"msg_1.{NOW}"}, BODY),
+    "id that took the time along": (signed(body=f"{NOW}.x".encode()) | {ID: f"msg_1.{NOW}"}, b"x"),
+    "id that took more along": (signed(body=f"a.{NOW}.x".encode()) | {ID: f"msg_1.{NOW}.a"}, b"x"),
+    "id that begins with a dot": (by_others(".msg_1"), BODY),
     "id that is not ASCII": ({**GOOD, ID: "msg_ü"}, BODY),
     "a second later": ({**GOOD, TIMESTAMP: str(NOW + 1)}, BODY),
     "a second earlier": ({**GOOD, TIMESTAMP: str(NOW - 1)}, BODY),
@@ -190,6 +203,12 @@ def test_the_tolerance_can_be_chosen() -> None:
 
 
 # Secrets.
+
+
+@pytest.mark.parametrize("length", [24, 25, 26, 32])
+def test_a_secret_may_lack_its_padding_as_it_may_for_others(length: int) -> None:
+    whole = "whsec_" + b64encode(bytes(length)).decode()
+    assert Secrets(whole.rstrip("=")).signatures(BODY) == Secrets(whole).signatures(BODY)
 
 
 @pytest.mark.parametrize(

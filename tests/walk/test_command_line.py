@@ -471,6 +471,24 @@ async def test_another_transport_gets_the_table_only_when_no_queue_holds_message
     assert (await command.run("tables", "switch-transport", "rabbitmq")).code == 0
 
 
+async def test_a_table_is_given_to_no_transport_that_does_not_exist(
+    sqlite_command: Command, sqlite_outbox: Outbox
+) -> None:
+    await sqlite_outbox.create_tables()
+    for name in ("bogus", "amqp"):  # a URL's scheme is no transport's name
+        refused = await sqlite_command.run("tables", "switch-transport", name, "--force")
+        assert refused.code == ExitCode.USAGE
+        known = "database, function, http, memory, rabbitmq, routes"
+        assert f"no transport is called '{name}'; there are: {known}" in refused.stderr
+    assert await sqlite_outbox.store.recorded_transport() is None
+    await sqlite_outbox.store.record_transport("ours")  # of a process elsewhere
+    assert (await sqlite_command.run("tables", "switch-transport", "ours")).code == 0
+    for name in ("memory", "database"):
+        assert (await sqlite_command.run("tables", "switch-transport", name)).code == 0
+        assert await sqlite_outbox.store.recorded_transport() == name
+    assert (await sqlite_command.run("tables", "switch-transport", "ours")).code == ExitCode.USAGE
+
+
 # On a terminal.
 
 

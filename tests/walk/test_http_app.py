@@ -255,6 +255,12 @@ MALFORMED = {
     "no id in binary mode": changed(binary(), ce_id=""),
     "half of a percent-encoding": changed(binary(), ce_subject="100%"),
     "an attribute twice": (changed(binary(), CE_Id="2")[0], b"1"),
+    "an id that is a number": (STRUCTURED, structured()[1].replace(b'"1"', b"1")),
+    "an empty subject": structured(subject=""),
+    "an empty dataschema": structured(dataschema=""),
+    "an empty content type of the data": structured(datacontenttype=""),
+    "a content type that is none": structured(datacontenttype="xyz"),
+    "a content type that is none, in binary mode": changed(binary(), content_type="xyz"),
     "neither event nor webhook": ({"content-type": "application/json"}, b'{"type": "order.created"}'),
     "a webhook without a type": webhook(b"{}"),
     "a webhook whose type is no text": webhook(b'{"type": 7}'),
@@ -302,6 +308,27 @@ async def test_nothing_but_post_is_allowed(method: str, sender: Sender, outbox: 
         status, *headers = (await reader.readuntil(b"\r\n\r\n")).decode().lower().split("\r\n")
     assert status.split()[1] == "405"
     assert "allow: post" in headers
+
+
+@one_database
+@pytest.mark.parametrize("secrets", [None, SECRET])
+async def test_a_sender_that_asks_whether_it_may_send_is_told_yes(
+    outbox: Outbox, listener: Listener, recorder: Recorder, secrets: str | None
+) -> None:
+    """As CloudEvents' "HTTP 1.1 Web Hooks" has it. Permission is no signature."""
+    async with serving(outbox.http_app([listener], secrets=secrets)) as sender:
+        for rate in ({}, {"WebHook-Request-Rate": "120"}):
+            asking = {"WebHook-Request-Origin": "events.example.com", **rate}
+            answered = await sender.post(asking, b"", method="OPTIONS")
+            assert answered.status == 200
+            assert answered.headers["webhook-allowed-origin"] == "events.example.com"
+            assert answered.headers["webhook-allowed-rate"] == "*"
+            assert answered.headers["allow"] == "POST"
+        sent = await sender.post(structured()[0] | asking, structured()[1])
+        assert sent.status == (202 if secrets is None else 401)
+        for origin in ("two words", "a\tb", "*", "x" * 256, "ö"):
+            answered = await sender.post({"WebHook-Request-Origin": origin}, b"", method="OPTIONS")
+            assert (answered.status, "webhook-allowed-origin" in answered.headers) == (400, False)
 
 
 def tampered() -> dict[str, tuple[Any, bytes]]:

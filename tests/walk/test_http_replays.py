@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
+from standardwebhooks import Webhook
 
 from outbox import Listener, Message, Outbox
 from outbox.core.cloudevents import binary as write
@@ -171,6 +173,21 @@ async def test_in_binary_mode_the_id_is_what_was_signed(
         assert (await arrival(arrivals))[1].tracking_ids[0] == id
         answered = await sender.post(*signed((headers, body), SECRET, id="another"))
         assert (answered.status, "ce-id" in answered.line) == (401, True)
+    assert arrivals.empty()
+
+
+async def test_a_sender_that_signs_an_id_as_it_is_may_have_dots_in_it(
+    outbox: Outbox, listeners: list[Listener], arrivals: Arrivals
+) -> None:
+    headers, body = binary(id="a.b:c")
+    now = datetime.now(UTC)
+    signature = Webhook(SECRET).sign("a.b:c", now, body.decode())
+    by_others = {"webhook-id": "a.b:c", "webhook-timestamp": str(int(now.timestamp())), "webhook-signature": signature}
+    async with serving(outbox.http_app(listeners, secrets=SECRET)) as sender:
+        assert (await sender.post(headers | by_others, body)).is_taken
+        assert (await arrival(arrivals))[1].tracking_ids[0] == "a.b:c"
+        another = await sender.post(headers | {"ce-id": "a.b"} | by_others, body)
+        assert (another.status, "ce-id" in another.line) == (401, True)
     assert arrivals.empty()
 
 

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from sqlalchemy import URL
 
+from outbox.adapters import installed_transports
 from outbox.cli import words
 from outbox.cli.asking import ask
 from outbox.cli.documents import print_document
@@ -114,6 +115,7 @@ def switch_transport(
 
 
 async def _switch(outbox: Outbox, name: str, force: bool) -> str:
+    await _check_transport(outbox, name)
     before = await outbox.store.record_transport(name)
     if before == name:
         await outbox.store.release(TRANSPORT)  # it may have another address from now on
@@ -129,6 +131,19 @@ async def _switch(outbox: Outbox, name: str, force: bool) -> str:
         )
     await outbox.store.record_transport(name, switch=True)
     return before
+
+
+async def _check_transport(outbox: Outbox, name: str) -> None:
+    """Refuse a name that no process could come with: none would start any more."""
+    installed = installed_transports()
+    if name in installed or name in (outbox.transport.name, await outbox.store.recorded_transport()):
+        return
+    known = ", ".join(sorted(installed))
+    raise Failure(
+        ExitCode.USAGE,
+        f"no transport is called {name!r}; there are: {known}. One of your own is known where it is installed, or with "
+        "--outbox, if that Outbox has it",
+    )
 
 
 def _as_script(differences: Sequence[Difference]) -> Iterator[str]:

@@ -19,9 +19,11 @@ from urllib.parse import quote, unquote, unquote_to_bytes
 
 from pydantic_core import from_json
 
+from outbox.core.binding import check_name
 from outbox.core.durations import LATEST, OLDEST
-from outbox.core.errors import CloudEventInvalid, CloudEventUnsupported, TooManyEvents, named
-from outbox.core.message import BYTES, JSON, Message
+from outbox.core.errors import CloudEventInvalid, CloudEventUnsupported, ConfigurationError, TooManyEvents, named
+from outbox.core.message import BYTES, JSON, Message, is_media_type
+from outbox.core.urls import check_uri_reference
 
 STRUCTURED: Final = "application/cloudevents+json"
 BATCHED: Final = "application/cloudevents-batch+json"
@@ -38,7 +40,8 @@ MOST_EVENTS: Final = 1000  # in one request: they are read, and stored, without 
 
 _VERSION = "1.0"
 _REQUIRED = ("specversion", "id", "source", "type")
-_CORE = frozenset({*_REQUIRED, "datacontenttype", "dataschema", "subject", "time", "data"})
+_OPTIONAL = ("datacontenttype", "dataschema", "subject", "time")
+_CORE = frozenset({*_REQUIRED, *_OPTIONAL, "data"})
 _OURS = frozenset({TRACKING_IDS, DUE, HEADERS, EXPIRES})
 _NAME = re.compile(r"[a-z0-9]+")
 _EXTENSION = re.compile(r"[a-z0-9]{1,20}")  # the length that CloudEvents recommends
@@ -61,6 +64,12 @@ class Received:
     source: str
 
 
+def check_source(source: str) -> None:
+    """Refuse what CloudEvents does not take for a source, wherever it is configured."""
+    check_name(source, "source")
+    check_uri_reference(source, "source", ConfigurationError)
+
+
 # Out.
 
 
@@ -71,13 +80,20 @@ def structured(message: Message, source: str) -> tuple[dict[str, str], bytes]:
         data = b',"data":' + message.body  # as it is: whatever was signed or hashed stays what it was
     else:
         data = b',"data_base64":"' + b64encode(message.body) + b'"'
-    return {"content-type": f"{STRUCTURED}; charset=UTF-8"}, attributes + data + b"}"
+    # In lower case, though names of charsets have none: the package `cloudevents` of npm compares it as it stands.
+    return {"content-type": f"{STRUCTURED}; charset=utf-8"}, attributes + data + b"}"
 
 
 def binary(message: Message, source: str) -> tuple[dict[str, str], bytes]:
-    """Headers and body of a request whose body is the message's own."""
+    """Headers and body of a request whose body is the message's own.
+
+    Not if that is an event itself: every receiver would take it for the one that is sent.
+    """
+    headers = {"content-type": message.content_type}
+    if is_structured(headers):
+        return structured(message, source)
     attributes = _attributes(message, source)
-    headers = {"content-type": attributes.pop("datacontenttype")}
+    del attributes["datacontenttype"]
     headers.update((f"ce-{name}", quote(value, safe=_UNENCODED)) for name, value in attributes.items())
     return headers, message.body
 
@@ -294,7 +310,7 @@ def _from_json(event: _Event) -> Received:
     encoded = members.pop("data_base64", None)
     members.pop("data", None)
     attributes = {name: _text(name, value) for name, value in members.items() if value is not None}
-    content_type = attributes.get("datacontenttype") or None
+    content_type = attributes.get("datacontenttype")
     if encoded is not None:
         if event.data is not None:
             raise CloudEventInvalid("data and data_base64 exclude each other: send one of them")
@@ -318,13 +334,15 @@ def _from_headers(headers: Mapping[str, str], body: bytes) -> Received:
 
 def _received(attributes: Mapping[str, str], content_type: str, body: bytes) -> Received:
     _check(attributes)
+    if not is_media_type(content_type):
+        raise CloudEventInvalid(f"the content type {named(content_type)} is no media type: write type/subtype")
     id, source = attributes["id"], attributes["source"]
     message = Message(
         routing_key=attributes["type"],
         body=body,
         content_type=content_type,
         headers=_headers(attributes),
-        key=attributes.get("subject") or None,
+        key=attributes.get("subject"),
         tracking_ids=_tracking_ids(attributes.get(TRACKING_IDS), id),
         created_at=_moment(attributes, "time") or datetime.now(UTC),
         expires_at=_moment(attributes, EXPIRES),
@@ -339,6 +357,9 @@ def _check(attributes: Mapping[str, str]) -> None:
         raise CloudEventInvalid(f"{', '.join(missing)} must be there and not be empty: every CloudEvent has them")
     if attributes["specversion"] != _VERSION:
         raise CloudEventInvalid(f"specversion {named(attributes['specversion'])}: only {_VERSION} is understood here")
+    empty = [name for name in _OPTIONAL if attributes.get(name) == ""]
+    if empty:
+        raise CloudEventInvalid(f"{', '.join(empty)} must not be empty: leave out what is not known")
     for name in attributes:
         if not _NAME.fullmatch(name):
             raise CloudEventInvalid(f"the attribute {named(name)}: names consist of a-z and 0-9")
@@ -347,7 +368,7 @@ def _check(attributes: Mapping[str, str]) -> None:
 def _headers(attributes: Mapping[str, str]) -> dict[str, str]:
     headers = {name: value for name, value in attributes.items() if name not in _CORE and name not in _OURS}
     headers[SOURCE] = attributes["source"]
-    if attributes.get("dataschema"):
+    if "dataschema" in attributes:
         headers[DATASCHEMA] = attributes["dataschema"]
     if HEADERS in attributes:
         headers |= _other_headers(attributes[HEADERS])
@@ -389,6 +410,8 @@ def _text(name: str, value: object) -> str:
         case str():
             _utf8(value)
             return value
+        case _ if name in _CORE:
+            raise CloudEventInvalid(f"{name} is a {type(value).__name__}: a text is needed")
         case bool():
             return "true" if value else "false"
         case int():

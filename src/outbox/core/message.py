@@ -32,6 +32,8 @@ LARGEST_BODY = 1024 * 1024
 
 _HEADER_NAME = re.compile(r"[A-Za-z0-9\-_.]{1,255}")
 _UNSAFE = re.compile(r"[\x00-\x1f\x7f]")
+_NAME = r"[A-Za-z0-9!#$%&'*+.^_`|~-]+"
+_MEDIA_TYPE = re.compile(rf"\s*{_NAME}/{_NAME}\s*(;.*)?", re.ASCII | re.DOTALL)  # RFC 2046
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +129,11 @@ def check(message: Message, largest_body: int = LARGEST_BODY) -> None:
         raise HeaderInvalid(f"content type {named(kind)}: printable ASCII, at most {LONGEST_KEY} characters")
     if message.headers:
         _check_headers(message.headers)
+
+
+def is_media_type(text: str) -> bool:
+    """Whether a content type says a type and a subtype; others decline what has none."""
+    return _MEDIA_TYPE.fullmatch(text) is not None
 
 
 def check_message_ids(message: Message) -> None:

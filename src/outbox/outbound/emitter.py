@@ -13,8 +13,9 @@ from outbox.core.durations import LATEST, Eta, Seconds, as_due, as_lifetime
 from outbox.core.errors import HeaderInvalid, NotAtomicWarning, TimeInvalid
 from outbox.core.events import Emitted, Observer
 from outbox.core.headers import is_reserved
-from outbox.core.message import Message, Schedule, check, check_timer_id
+from outbox.core.message import Message, Schedule, check, check_timer_id, is_media_type
 from outbox.core.store import Store
+from outbox.core.urls import check_uri_reference
 from outbox.outbound.callers import CallersTransaction, at_once, awaited
 from outbox.outbound.connections import AnySession, PlainSession
 
@@ -57,6 +58,8 @@ class Emitter:
             key=key(body) if callable(key) else key,
         )
         check(message, self._max_body_size)
+        if content_type:
+            _check_media_type(content_type)
         _check_names(message.headers)
         return message
 
@@ -132,6 +135,12 @@ def _as_headers(headers: Mapping[str, str] | None, source: str | None) -> dict[s
     return {**found, SOURCE: source}
 
 
+def _check_media_type(content_type: str) -> None:
+    """Only of what is emitted: a broker's messages from elsewhere are taken as they are."""
+    if not is_media_type(content_type):
+        raise HeaderInvalid(f"content type {content_type!r} is no media type: write for example 'text/plain'")
+
+
 def _check_names(headers: Mapping[str, str]) -> None:
     """Refuse what only a message from outside may be called: RabbitMQ would not take it from us."""
     for name in headers:
@@ -140,3 +149,5 @@ def _check_names(headers: Mapping[str, str]) -> None:
                 f"header name {name!r} has a meaning of its own: CC, BCC and what begins with outbox- or x-opt- is "
                 "reserved, and so is what RabbitMQ writes itself; give yours another name"
             )
+    if SOURCE in headers:
+        check_uri_reference(headers[SOURCE], "source", HeaderInvalid)

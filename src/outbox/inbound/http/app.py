@@ -8,6 +8,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from outbox.core.events import Advised, Observer, RequestDeclined
 from outbox.inbound.http.answer import ACCEPTED, Answer, Declined, Receive, Scope, Send
 from outbox.inbound.http.intake import Intake
+from outbox.inbound.http.permission import permission
 
 _NOBODY_WORKS = (
     "nothing in this process handles what it stores: a mounted application has no lifespan of its own, so write "
@@ -53,6 +54,9 @@ class HttpApp:
 
     async def _answer(self, scope: Scope, receive: Receive) -> Answer:
         try:
+            permitted = permission(scope)
+            if permitted is not None:
+                return permitted
             await self._intake.take(scope, receive)
         except Declined as declined:
             self._observe(RequestDeclined(declined.answer.status, declined.answer.line))

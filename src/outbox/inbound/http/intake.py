@@ -157,7 +157,9 @@ class Intake:
 
 
 def _is_id(webhook_id: str, headers: Mapping[str, str]) -> bool:
+    """Whether it is the event's id, as it is or percent-encoded: with a % only the latter, so that it names one id."""
     try:
-        return header_id(binary_id(headers)) == webhook_id
+        id = binary_id(headers)
+        return webhook_id == (header_id(id) if "%" in webhook_id else id)
     except CloudEventInvalid as error:
         raise Declined(400, str(error)) from None

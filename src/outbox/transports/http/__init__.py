@@ -76,6 +76,8 @@ class HttpTransport:
         self._place = Place.of(url, plain_http=plain_http, untrusted=untrusted)
         self.route = name or self._place.name
         self.address = self._place.name
+        if source is not None:
+            cloudevents.check_source(source)
         self._source = source
         self._write = _checked_mode(mode)
         self._unsaid_secrets = secrets is None
