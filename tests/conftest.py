@@ -23,6 +23,7 @@ from outbox import Outbox  # noqa: E402 - after pytest was told whose assertions
 from outbox.testing import servers  # noqa: E402
 from outbox.testing.servers import PgBouncer, Server, postgresql  # noqa: E402
 from tests.broker import VirtualHost  # noqa: E402
+from tests.seeds.observing import Recorder  # noqa: E402
 
 DATABASES = ("sqlite", "postgresql+asyncpg", "postgresql+psycopg")
 
@@ -72,6 +73,12 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
         return f"sqlite+aiosqlite:///{tmp_path / 'outbox.db'}"
     url: str = request.getfixturevalue("postgresql_url")
     return url.replace("postgresql://", f"{request.param}://", 1)
+
+
+@pytest.fixture
+def recorder() -> Recorder:
+    """To give to an outbox as an observer."""
+    return Recorder()
 
 
 @pytest.fixture

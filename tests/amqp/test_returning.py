@@ -39,11 +39,6 @@ async def outbox(peer: Peer, by_hand: bool, tmp_path: Path, recorder: Recorder) 
     await outbox.close()
 
 
-@pytest.fixture
-def recorder() -> Recorder:
-    return Recorder()
-
-
 def goes_away(peer: Peer) -> None:
     peer.accepts = False
     peer.connections[-1].reset()

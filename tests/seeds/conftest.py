@@ -32,12 +32,6 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def recorder() -> Recorder:
-    """Hears what the outboxes of this test say."""
-    return Recorder()
-
-
-@pytest.fixture
 async def db_engine(database_url: str) -> AsyncIterator[AsyncEngine]:
     """The application's own engine, made as the seeds make it."""
     engine = create_async_engine(database_url)

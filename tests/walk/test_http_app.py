@@ -52,11 +52,6 @@ one_database = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True
 
 
 @pytest.fixture
-def recorder() -> Recorder:
-    return Recorder()
-
-
-@pytest.fixture
 def outbox(make_outbox: MakeOutbox, recorder: Recorder) -> Outbox:
     return make_outbox(observers=[recorder])
 

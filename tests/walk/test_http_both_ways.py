@@ -28,11 +28,6 @@ SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
 
 
 @pytest.fixture
-def recorder() -> Recorder:
-    return Recorder()
-
-
-@pytest.fixture
 def warehouse(make_outbox: MakeOutbox, table_name: str, recorder: Recorder) -> Outbox:
     """The service that receives."""
     return make_outbox(table_name=f"{table_name}_in", observers=[recorder])

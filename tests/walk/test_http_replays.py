@@ -44,11 +44,6 @@ OTHERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
 
 
 @pytest.fixture
-def recorder() -> Recorder:
-    return Recorder()
-
-
-@pytest.fixture
 def outbox(make_outbox: MakeOutbox, recorder: Recorder) -> Outbox:
     return make_outbox(observers=[recorder])
 

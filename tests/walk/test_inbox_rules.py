@@ -26,11 +26,6 @@ MONTH = timedelta(days=30)
 
 
 @pytest.fixture
-def recorder() -> Recorder:
-    return Recorder()
-
-
-@pytest.fixture
 def effects(table_name: str) -> Table:
     """Rows that listeners write, without a unique constraint."""
     return Table(f"{table_name}_effects", MetaData(), Column("id", Integer, primary_key=True), Column("n", Integer))

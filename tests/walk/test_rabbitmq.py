@@ -104,11 +104,6 @@ async def shop(
         yield outbox
 
 
-@pytest.fixture
-def recorder() -> Recorder:
-    return Recorder()
-
-
 one_database = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 
 

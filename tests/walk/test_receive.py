@@ -36,11 +36,6 @@ Arrivals = asyncio.Queue[Any]
 
 
 @pytest.fixture
-def recorder() -> Recorder:
-    return Recorder()
-
-
-@pytest.fixture
 def outbox(make_outbox: MakeOutbox, recorder: Recorder) -> Outbox:
     return make_outbox(observers=[recorder])
 

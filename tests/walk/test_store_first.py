@@ -31,11 +31,6 @@ UNSTORABLE = "lone surrogate: \ud800"
 
 
 @pytest.fixture
-def recorder() -> Recorder:
-    return Recorder()
-
-
-@pytest.fixture
 def transport() -> MemoryTransport:
     return MemoryTransport()
 

@@ -63,7 +63,7 @@ class Secrets:
 
         A mark tells neither the key nor the id. It begins with a dot, and nothing that is signed does.
         """
-        # Every pair is compared, each in constant time: how long it takes tells nothing of how close somebody came.
+        # Every pair is compared, each in constant time: how long it takes tells nothing of how close a guess came.
         signers = [
             key
             for key in self._keys

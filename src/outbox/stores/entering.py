@@ -48,8 +48,8 @@ class SqlEntering:
     ) -> frozenset[str]:
         """Enter messages together with the requests that brought them; which messages are new.
 
-        A request has two entries for each mark: one of the mark alone, and one of how it was read as well. Whoever
-        finds the first and not the second reads it in another way than it was before: SealsBroken, to be rolled back.
+        A request has two entries for each mark: one of the mark alone, and one of how it was read as well. If
+        only the second is new, the request is read in another way than it was before: SealsBroken, to be rolled back.
         """
         readings = {mark: seal.reading for seal in reversed(seals) for mark in seal.marks}  # of equal ones the first
         marks = {entry for mark, reading in readings.items() for entry in (mark, _reading_entry(mark, reading))}

@@ -134,7 +134,7 @@ def _producers(tables: Tables, connection: Connection) -> Finding:
 
 
 def _search_path(connection: Connection) -> Finding:
-    """Whoever may create there can put functions and operators in the way of other roles' statements."""
+    """A role that may create there can put functions and operators in the way of other roles' statements."""
     names = [row.name for row in connection.execute(_OPEN_SCHEMAS)]
     if not names:
         return Finding(Level.OK, "search path", "no schema in it is open for every role to create in")

@@ -26,8 +26,8 @@ class _Reading:
 class Bodies:
     """Reads bodies of one event loop, so many at once.
 
-    Anybody can begin a request and be slow with it. So where all places are taken, a new one displaces that which has
-    waited longest for its next bytes: whoever sends without a pause is read, however many others wait.
+    A stranger can begin a request and be slow with it. So where all places are taken, a new one displaces that which
+    has waited longest for its next bytes: a sender without a pause is read, however many others wait.
     """
 
     def __init__(self, *, largest: int, most_at_once: int, within: float) -> None:
@@ -68,7 +68,7 @@ class Bodies:
             if reading.is_displaced or reading.deadline.expired():
                 raise TimeoutError  # in spite of these bytes, which came at the same time
             if event["type"] == "http.disconnect":
-                # Nobody hears it. But a middleware that saw no answer would take that for a fault.
+                # No client hears it. But a middleware that saw no answer would take that for a fault.
                 raise Declined(400, "the connection ended before the request did")
             if part := event.get("body", b""):
                 reading.parts.append(part)

@@ -144,7 +144,7 @@ class Intake:
         if self._storing >= self._terms.most_at_once:
             raise not_now(f"{self._terms.most_at_once} requests are being stored already", LATER)
         if seal is not None and not by_queue:
-            by_queue = {self._first_queue: ()}  # nobody wants what is in it, and it must not become something else
+            by_queue = {self._first_queue: ()}  # no queue wants what is in it, and it must not become something else
         timeout = self._terms.timeout
         self._storing += 1
         try:

@@ -64,7 +64,7 @@ class Letter:
         return self.dead.id
 
     def revived(self) -> bytes | None:
-        """The properties of its new beginning; none if nobody can read what would have to be carried on.
+        """The properties of its new beginning; none if there is no reading what would have to be carried on.
 
         What is too large to carry its history goes without.
         """
