@@ -85,7 +85,7 @@ async def ours() -> Any:
     @listen("bench.order", queue="received")
     async def order(body: dict[str, Any]) -> None: ...
 
-    setup(observers=[])
+    setup(log=False)
     await outbox.create_tables()
     return http_app([order], secrets=SECRET)
 

@@ -167,8 +167,9 @@ class Outbox:
 
     @cached_property
     def _observe(self) -> Observers:
-        observers = self.settings.observers
-        return Observers([LoggingObserver()] if observers is None else observers)
+        observers = self.settings.observers or ()
+        logged = not self.settings.log or any(isinstance(observer, LoggingObserver) for observer in observers)
+        return Observers(observers if logged else [LoggingObserver(), *observers])
 
     @cached_property
     def _emitter(self) -> Emitter:

@@ -68,6 +68,13 @@ def _whole(text: str) -> int:
         raise ConfigurationError(f"not a whole number: {text!r}") from None
 
 
+def _truth(text: str) -> bool:
+    words = {"true": True, "1": True, "false": False, "0": False}
+    if text.strip().lower() not in words:
+        raise ConfigurationError(f"neither true nor false: {text!r}")
+    return words[text.strip().lower()]
+
+
 def _object(example: str) -> Callable[[str], dict[str, str]]:
     def parse(text: str) -> dict[str, str]:
         try:
@@ -226,7 +233,14 @@ class Settings:
     redact_error: Callable[[str], str] | None = _option(
         None, "Called with each error text before it is stored; returns what may be kept of it."
     )
-    observers: Sequence[Observer] = _option(None, "Who hears what happens, instead of the log.", shown="logging")
+    observers: Sequence[Observer] = _option(
+        None, "Functions that are called with every event, beside the log: for metrics and traces.", shown="none"
+    )
+    log: bool = _option(
+        True,
+        "Whether events are logged under the name `outbox`. Switch it off if observers of yours do all of it.",
+        parse=_truth,
+    )
 
     @classmethod
     def of(cls, given: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> Self:
@@ -278,6 +292,8 @@ class Settings:
         observers = self.observers
         if observers is not None and not (isinstance(observers, Sequence) and all(map(callable, observers))):
             raise ConfigurationError("observers is a list of functions of an event")
+        if not isinstance(self.log, bool):
+            raise ConfigurationError(f"log={self.log!r}: True or False")
         self._set("retry_delays", as_retry_policy(self.retry_delays))
         relay = self.relay_retry_delays
         endless = RetryPolicy.exponential(1, 2, cap=timedelta(minutes=5), jitter=0.2)

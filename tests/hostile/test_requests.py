@@ -96,7 +96,7 @@ async def door(make_outbox: MakeOutbox, caplog: pytest.LogCaptureFixture) -> Asy
             handled.append(id)
 
     listeners = [Listener("order.#", handle, queue="orders"), Listener("refund.#", handle, queue="refunds")]
-    app = make_outbox(observers=[]).http_app(listeners, secrets=SECRET)
+    app = make_outbox(log=False).http_app(listeners, secrets=SECRET)
     async with serving(app) as sender:
         yield Door(app, sender, handled)
     worst = [record for record in caplog.records if record.levelno >= logging.ERROR]

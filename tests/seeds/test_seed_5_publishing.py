@@ -386,7 +386,7 @@ async def test_a_consumer_with_an_inbox_processes_an_event_once_however_often_it
     service: Outbox, make_outbox: MakeOutbox, table_name: str, sink: HttpSink
 ) -> None:
     processed: asyncio.Queue[Any] = asyncio.Queue()
-    consumer = make_outbox(table_name=f"{table_name}_in", observers=[])
+    consumer = make_outbox(table_name=f"{table_name}_in", log=False)
 
     async def process_order_created(order: Any, message: Message) -> None:
         processed.put_nowait((order, message.tracking_ids[0]))

@@ -95,7 +95,7 @@ async def test_a_relayer_of_its_own_serves_the_storage_of_an_application(
     make_outbox: MakeOutbox, make_http_outbox: MakeOutbox, sink: HttpSink, recorder: Recorder
 ) -> None:
     """The application knows no broker. Nothing is sent before the start, or after the stop."""
-    application = make_outbox(observers=[])
+    application = make_outbox(log=False)
     before = await send(application)
     async with make_http_outbox().running(relay=True):
         await eventually(lambda: is_settled(application))
@@ -140,7 +140,7 @@ RELAYER = """
 async def test_a_relayer_in_a_process_of_its_own_stops_at_a_signal(
     make_outbox: MakeOutbox, sink: HttpSink, database_url: str, table_name: str
 ) -> None:
-    application = make_outbox(observers=[], clean_up_after=NEVER)
+    application = make_outbox(log=False, clean_up_after=NEVER)
     sent = await send(application)
     sink.behave(hang(0.3))
     async with program(RELAYER, database_url, table_name, f"{sink.url}/events") as relayer:
@@ -157,7 +157,7 @@ async def test_what_a_killed_relayer_was_sending_is_sent_by_the_next_one(
     make_outbox: MakeOutbox, make_http_outbox: MakeOutbox, sink: HttpSink, database_url: str, table_name: str
 ) -> None:
     """Nobody knows whether it arrived, so it comes again, with the same id."""
-    application = make_outbox(observers=[])
+    application = make_outbox(log=False)
     sent = await send(application)
     sink.behave(hang(), times=1)
     async with program(RELAYER, database_url, table_name, f"{sink.url}/events") as relayer:

@@ -202,7 +202,7 @@ async def test_a_worker_takes_the_pause_that_was_chosen() -> None:
         handled.set()
 
     transport = Broken()
-    outbox = Outbox(transport=transport, restart_delay=soon, observers=[])
+    outbox = Outbox(transport=transport, restart_delay=soon, log=False)
     async with outbox.running(listeners=[Listener("#", listener, queue="q")]):
         transport.put("q", Message(routing_key="order.created", body=b"1"))
         async with asyncio.timeout(30):

@@ -83,7 +83,7 @@ class Stage:
             lease=LEASE,
             poll_interval=0.2,
             grace=5,
-            observers=[],
+            log=False,
         )
 
     def _make_engine(self) -> AsyncEngine:

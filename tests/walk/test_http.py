@@ -170,7 +170,7 @@ async def test_a_message_that_its_server_drops_while_it_answers_others_is_not_tr
 ) -> None:
     sink.behave(by_type({"poison": reset()}))
     transport = HttpTransport(sink.url)
-    outbox = make_outbox(transport=transport, relay_retry_delays=(), observers=[])
+    outbox = make_outbox(transport=transport, relay_retry_delays=(), log=False)
     async with outbox.transaction() as session:
         await outbox.emit(session, "poison", 1)
         await outbox.emit_many(session, "order.created", range(20))

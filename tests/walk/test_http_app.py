@@ -555,7 +555,7 @@ async def test_what_comes_together_is_stored_together(
 def test_one_event_loop_does_not_wait_for_what_another_stores(
     database_url: str, table_name: str, listener: Listener
 ) -> None:
-    outbox = Outbox(db_engine_url=database_url, table_name=table_name, observers=[])
+    outbox = Outbox(db_engine_url=database_url, table_name=table_name, log=False)
     app = outbox.http_app([listener], secrets=None, timeout=SHORT)
 
     async def post(id: str) -> int:
@@ -644,13 +644,13 @@ async def test_a_database_that_cannot_prove_who_it_is_costs_no_message(listener:
     async with await asyncio.start_server(shake_hands, "127.0.0.1", 0) as server:
         url = f"postgresql+asyncpg://nobody@localhost:{server.sockets[0].getsockname()[1]}/nothing"
         engine = create_async_engine(url, connect_args={"ssl": ssl.create_default_context()})
-        await is_told_to_come_again(Outbox(db_engine=engine, observers=[]), listener)
+        await is_told_to_come_again(Outbox(db_engine=engine, log=False), listener)
 
 
 @pytest.mark.parametrize("driver", ["asyncpg", "psycopg"])
 async def test_a_database_whose_name_is_wrong_costs_no_message(listener: Listener, driver: str) -> None:
     url = f"postgresql+{driver}://nobody@{'a' * 70}.invalid/nothing"  # a label is too long to be asked for
-    await is_told_to_come_again(Outbox(db_engine_url=url, observers=[]), listener)
+    await is_told_to_come_again(Outbox(db_engine_url=url, log=False), listener)
 
 
 async def is_told_to_come_again(outbox: Outbox, listener: Listener) -> None:

@@ -313,7 +313,7 @@ async def test_a_redaction_that_fails_shows_nothing_and_stops_nothing(
     def fail(error: str) -> str:
         raise ValueError(error)
 
-    outbox = make_outbox(transport=transport, observers=[], redact_error=fail)
+    outbox = make_outbox(transport=transport, log=False, redact_error=fail)
     async with outbox.running(listeners=[listener]):
         await transport.publish([order(1, f"order.{UNSTORABLE}"), order(2)])
         assert await arrival(arrivals) == 2
@@ -437,7 +437,7 @@ async def test_the_rest_of_a_queue_that_is_not_stored_first_any_more_is_served_a
         await transport.publish([order(1)])
         await recorder.wait_for(Handled)
     assert await arrival(arrivals) == "closed"
-    database = make_outbox(observers=[])
+    database = make_outbox(log=False)
     async with outbox.running(listeners=[on_order]):
         await transport.publish([order(2)])
         assert await arrival(arrivals) == 2

@@ -92,7 +92,7 @@ class Shop:
 
 @pytest.fixture
 async def shop(make_outbox: MakeOutbox, table_name: str) -> AsyncIterator[Shop]:
-    shop = Shop(make_outbox(observers=[]), table_name)
+    shop = Shop(make_outbox(log=False), table_name)
     engine = shop.outbox.engines.asynchronous
     async with engine.begin() as connection:
         await connection.run_sync(shop.orders.create)
@@ -178,7 +178,7 @@ async def test_plain_functions_get_a_plain_session(shop: Shop) -> None:
 
 async def test_a_plain_engine_serves_plain_functions(shop: Shop, database_url: str, table_name: str) -> None:
     engine = plain_engine(database_url)
-    plain = Shop(Outbox(db_engine=engine, table_name=table_name, observers=[]), table_name)
+    plain = Shop(Outbox(db_engine=engine, table_name=table_name, log=False), table_name)
     await asyncio.to_thread(plain.place_now, 1)
     await plain.outbox.close()
     shop.told = plain.told
@@ -215,7 +215,7 @@ async def test_what_a_call_inside_has_done_is_taken_back_with_everything_else(sh
 
 
 async def test_a_call_inside_never_commits_alone_in_memory_either() -> None:
-    outbox = Outbox(db_engine_url="sqlite://", observers=[])
+    outbox = Outbox(db_engine_url="sqlite://", log=False)
 
     @outbox.transactional
     async def inner(session: AsyncSession) -> None:
@@ -352,7 +352,7 @@ async def test_a_task_that_is_started_inside_has_a_transaction_of_its_own(shop: 
 async def test_functions_of_two_outboxes_do_not_share_a_transaction(
     shop: Shop, make_outbox: MakeOutbox, table_name: str
 ) -> None:
-    other = Shop(make_outbox(observers=[]), table_name)
+    other = Shop(make_outbox(log=False), table_name)
 
     @shop.outbox.transactional
     async def place_elsewhere(session: AsyncSession) -> None:
@@ -410,7 +410,7 @@ async def test_a_method_can_listen_with_the_workers_transaction(make_outbox: Mak
 
 @on_sqlite
 def test_a_web_framework_does_not_see_the_session(database_url: str, table_name: str) -> None:
-    outbox = Outbox(db_engine_url=database_url, table_name=table_name, observers=[])
+    outbox = Outbox(db_engine_url=database_url, table_name=table_name, log=False)
     app = FastAPI()
     told: list[int] = []
 
