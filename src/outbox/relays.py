@@ -99,6 +99,7 @@ class Relays:
             publisher.wait,
             self._settings.seconds_between_looks,
             "relay" if destination is None else f"relay to {destination}",
+            destination=destination,
             back=transport.back if isinstance(transport, Awaited) else None,
             rounds=Rounds(publisher),
         )
@@ -135,6 +136,7 @@ class Relays:
         longest: float,
         name: str,
         *,
+        destination: str | None = None,
         back: Callable[[], Awaitable[None]] | None = None,
         rounds: Rounds | None = None,
     ) -> Relay:
@@ -144,6 +146,7 @@ class Relays:
             poll_interval=longest,
             observe=self._observe,
             name=name,
+            destination=destination,
             back=back,
             restart_delay=self._settings.restart_delay,
             rounds=rounds,

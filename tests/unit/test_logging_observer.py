@@ -2,12 +2,13 @@
 
 import logging
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 from sqlalchemy.exc import OperationalError
 
-from outbox import Message
+from outbox import Message, Outbox
 from outbox.core.attempt import Attempt, Dead, Done, Reason, Released, RetryIn
 from outbox.core.binding import Binding
 from outbox.core.events import (
@@ -24,6 +25,7 @@ from outbox.core.events import (
     HookFailed,
     LeaseWasLost,
     Received,
+    Recovered,
     Relayed,
     RequestDeclined,
     Routed,
@@ -33,6 +35,7 @@ from outbox.core.events import (
     Troubled,
     Unroutable,
 )
+from outbox.core.outage import DATABASE
 from outbox.observers import Observers
 from outbox.observers.logging import LoggingObserver
 
@@ -137,12 +140,22 @@ CASES: list[Any] = [
         ["relay", "ConnectionError", "away", "2s"],
         id="troubled",
     ),
+    pytest.param(
+        Recovered("relay", ConnectionError("away"), timedelta(seconds=16), DATABASE),
+        logging.WARNING,
+        ["the database", "answers again"],
+        id="recovered",
+    ),
 ]
 
 
 def records(caplog: pytest.LogCaptureFixture, event: Event) -> list[logging.LogRecord]:
+    log = LoggingObserver()
     with caplog.at_level(logging.DEBUG, logger="outbox"):
-        LoggingObserver()(event)
+        if isinstance(event, Recovered):
+            log(Troubled(event.where, event.error, SHORT, event.outage_of))
+            caplog.clear()
+        log(event)
     return caplog.records
 
 
@@ -234,6 +247,28 @@ def test_an_observer_that_fails_is_logged_and_stops_neither_the_others_nor_the_w
     [record] = caplog.records
     assert "failing" in record.getMessage()
     assert record.exc_info is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "lines"),
+    [
+        pytest.param({}, 1, id="beside the log"),
+        pytest.param({"observers": [LoggingObserver()]}, 1, id="one that is the log itself"),
+        pytest.param({"log": False}, 0, id="the log is switched off"),
+    ],
+)
+async def test_observers_are_added_to_the_log_which_is_switched_off_by_its_name(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path, options: dict[str, Any], lines: int
+) -> None:
+    heard: list[Event] = []
+    observers = [*options.pop("observers", ()), heard.append]
+    outbox = Outbox(db_engine_url=f"sqlite+aiosqlite:///{tmp_path}/log.db", observers=observers, **options)
+    with caplog.at_level(logging.INFO, logger="outbox"):
+        async with outbox.transaction() as session:
+            await outbox.emit(session, "order.created", {})
+    await outbox.close()
+    assert [type(event) for event in heard] == [Emitted]
+    assert [record.getMessage().split()[0] for record in caplog.records] == ["emitted"] * lines
 
 
 def test_without_observers_nothing_is_told_and_nothing_breaks(caplog: pytest.LogCaptureFixture) -> None:

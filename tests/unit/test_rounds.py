@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 
 from outbox.core.errors import TransportClosed
-from outbox.core.events import Event, Troubled
+from outbox.core.events import Event, Recovered, Troubled
 from outbox.core.finish import finish
 from outbox.outbound import relay as relay_module
 from outbox.outbound import rounds as side_by_side
@@ -60,8 +60,8 @@ async def test_the_pauses_grow_while_nothing_comes_and_are_short_again_after_wor
 async def test_an_error_is_told_and_outlived() -> None:
     rounds = Rounds(OSError("away"), 1, 1)
     await rounds.relay()
-    [event] = rounds.events
-    assert isinstance(event, Troubled)
+    event, end = rounds.events
+    assert isinstance(event, Troubled) and isinstance(end, Recovered)
     assert (event.where, str(event.error), event.pause) == ("relay", "away", timedelta(seconds=0.2))
 
 

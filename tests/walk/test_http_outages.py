@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -47,8 +48,9 @@ async def empty(outbox: Outbox) -> bool:
 
 @pytest.mark.parametrize("how", ["refused", "reset", "hanging"])
 async def test_an_outage_burns_nothing_and_everything_arrives_when_it_is_over(
-    make_outbox: MakeOutbox, sink: HttpSink, how: str
+    make_outbox: MakeOutbox, sink: HttpSink, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
+    caplog.set_level(logging.WARNING, "outbox")
     recorder = Recorder()
     transport = HttpTransport(sink.url, timeout=0.3)
     options = {"transport": transport, "relay_retry_delays": (), "observers": [recorder], "batch_size": 20}
@@ -71,6 +73,9 @@ async def test_an_outage_burns_nothing_and_everything_arrives_when_it_is_over(
         await eventually(lambda: empty(first))
     assert set(sink.ids[before:]) >= set(sent)
     assert recorder.of(CircuitClosed)
+    # Each of the two relays has a line for the beginning if it tried, and one for the end if it sent something then.
+    levels = [record.levelname for record in caplog.records if record.name == "outbox"]
+    assert levels[0] == "ERROR" and 1 <= levels.count("WARNING") <= levels.count("ERROR") <= 2
     assert (await first.backlog()).dead == 0
 
 

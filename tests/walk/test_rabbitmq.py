@@ -110,13 +110,21 @@ one_database = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True
 @one_database
 @pytest.mark.parametrize("end", [RabbitMQ.kill, RabbitMQ.stop], ids=["killed", "stopped"])
 async def test_work_goes_on_when_the_broker_is_back(
-    shop: Outbox, broker: RabbitMQ, arrivals: Arrivals, recorder: Recorder, end: Callable[[RabbitMQ], None]
+    shop: Outbox,
+    broker: RabbitMQ,
+    arrivals: Arrivals,
+    recorder: Recorder,
+    caplog: pytest.LogCaptureFixture,
+    end: Callable[[RabbitMQ], None],
 ) -> None:
+    caplog.set_level(logging.WARNING, "outbox")
     await asyncio.to_thread(end, broker)
     await emit(shop, *range(10))
     await recorder.wait_for(Troubled)
     await asyncio.to_thread(broker.start)
     await all_of(arrivals, *range(10))
+    begins, ends = [record.getMessage() for record in caplog.records if record.name == "outbox"]
+    assert "; again in " in begins and " works again after " in ends
     assert all(event.attempt.attempt_count == 1 for event in recorder.of(Relayed))  # being away burns no attempt
 
 

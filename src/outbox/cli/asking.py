@@ -6,18 +6,18 @@ import asyncio
 import re
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from sqlalchemy import URL
-from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+from sqlalchemy.exc import SQLAlchemyError
 
 from outbox.cli.exits import ExitCode, Failure
+from outbox.core.reaching import is_unreachable, original, sql_state
 from outbox.instance import Outbox
 from outbox.stores.sqlite import in_memory
 
 Answer = TypeVar("Answer")
 
-_CONNECTION_STATES = ("08", "28", "3D", "53", "57")  # SQL states: connection, password, database, resources, operator
 _REFUSED = "42501"  # a right is missing
 
 
@@ -50,7 +50,7 @@ def ask(
     except (SQLAlchemyError, OSError) as error:
         raise explained(error, outbox) from None
     except Exception as error:
-        if _state(error):  # drivers that SQLAlchemy does not hear out
+        if sql_state(error):  # drivers that SQLAlchemy does not hear out
             raise explained(error, outbox) from None
         raise
 
@@ -62,10 +62,10 @@ def _no_tables(outbox: Outbox) -> str:
 
 def explained(error: Exception, outbox: Outbox) -> Failure:
     """What a database's error means for whoever typed the command."""
-    words, state = _words(error), _state(error)
+    words, state = _words(error), sql_state(error)
     if state == _REFUSED:
         return Failure(ExitCode.CONFIGURATION, f"the database does not allow it: {words}")
-    if _unreachable(error, state):
+    if is_unreachable(error):
         return Failure(ExitCode.UNREACHABLE, f"cannot reach the database {place(outbox.engines.main.url)}: {words}")
     return Failure(ExitCode.WRONG, f"the database says: {words}")
 
@@ -90,24 +90,6 @@ def _check_file(outbox: Outbox) -> None:
         raise Failure(ExitCode.UNREACHABLE, f"there is no file {url.database}; `outbox tables create` would make it")
 
 
-def _unreachable(error: Exception, state: str) -> bool:
-    if isinstance(error, OSError):
-        return True
-    if state:
-        return state[:2] in _CONNECTION_STATES
-    # Neither psycopg nor sqlite3 gives a state when no connection came about.
-    return isinstance(error, DBAPIError) and not _words(error).startswith("no such")
-
-
-def _state(error: Exception) -> str:
-    return getattr(_original(error), "sqlstate", None) or ""
-
-
 def _words(error: Exception) -> str:
-    text = str(_original(error)).strip() or type(error).__name__
+    text = str(original(error)).strip() or type(error).__name__
     return re.sub(r"^<class '[^']*'>: ", "", text.splitlines()[0])
-
-
-def _original(error: Exception) -> Any:
-    """SQLAlchemy's own text goes on with the statement and a link: the driver's is what happened."""
-    return getattr(error, "orig", None) or error

@@ -182,6 +182,17 @@ class Troubled:
     where: str
     error: BaseException
     pause: timedelta
+    outage_of: str | None = None  # the database, the transport or a route, if `Recovered` follows
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """What was `Troubled` works again."""
+
+    where: str
+    error: BaseException  # the last one
+    after: timedelta  # since the first one
+    outage_of: str | None = None
 
 
 Event = (
@@ -205,6 +216,7 @@ Event = (
     | HookFailed
     | Advised
     | Troubled
+    | Recovered
 )
 
 

@@ -60,6 +60,7 @@ class BatchHandling(Handling):
         together = Together(parts)
         error = await self._raised_by(together)
         if error is None:
+            self._sessions.over()
             await self._end_well(together, began)
         elif isinstance(error, Apart):
             for part, its_own in error.errors.items():

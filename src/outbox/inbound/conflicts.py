@@ -7,7 +7,8 @@ import random
 from collections.abc import Awaitable, Callable
 from datetime import timedelta
 
-from outbox.core.events import Conflicted, Observer, Troubled
+from outbox.core.events import Conflicted, Observer
+from outbox.core.outage import DATABASE, Outage
 from outbox.core.store import Store
 from outbox.core.transport import Delivery
 from outbox.inbound.inbox import NotStarted
@@ -25,19 +26,22 @@ class Conflicts:
         self._store = store
         self._queue = queue
         self._observe = observe
+        self._sessions = Outage(f"session for {queue}", DATABASE, observe)
 
     async def run(self, call: Callable[[Delivery], Awaitable[None]], delivery: Delivery) -> None:
         """Any other failure is raised at once, and so is the last of too many conflicts or lost connections."""
         conflicts = losses = 0
         while True:
             try:
-                return await call(delivery)
+                await call(delivery)
+                self._sessions.over()
+                return
             except ConnectionLost as loss:
                 losses += 1
                 if losses == LOSSES:
                     raise loss.error from loss.error.__cause__
                 pause = _pause(losses)
-                self._observe(Troubled(f"session for {self._queue}", loss.error, pause))
+                self._sessions.struck(loss.error, pause)
             except Exception as error:
                 if isinstance(error, NotStarted) or not self._store.is_conflict(error):
                     raise

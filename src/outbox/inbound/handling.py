@@ -13,9 +13,10 @@ from outbox.core.attempt import Attempt, Dead, Done, Outcome, Reason, Released, 
 from outbox.core.cancellation import ABANDONED
 from outbox.core.dead_letter import clean
 from outbox.core.errors import LeaseLost, Reject, Undecodable
-from outbox.core.events import Handled, LeaseWasLost, Observer, Troubled
+from outbox.core.events import Handled, LeaseWasLost, Observer
 from outbox.core.landing import Landing
 from outbox.core.listener import Listener
+from outbox.core.outage import DATABASE, Outage
 from outbox.core.retry import RetryPolicy
 from outbox.core.tracking import follow
 from outbox.core.transport import Delivery
@@ -50,6 +51,7 @@ class Handling:
         self._redact_error = redact_error
         self._observe = observe
         self._failing = failing
+        self._sessions = Outage(f"session for {listener.queue}", DATABASE, observe)
 
     async def check(self) -> None:
         """Refuse what cannot work before any message is touched."""
@@ -73,6 +75,7 @@ class Handling:
                     raise refusal
                 await self._call(delivery)
                 outcome = self._done(delivery)
+                self._sessions.over()
             except KeyboardInterrupt:
                 raise
             except BaseException as raised:  # noqa: BLE001 - a listener may raise anything
@@ -121,7 +124,7 @@ class Handling:
     async def _nobodys_attempt(self, error: inbox.NotStarted | inbox.CommitUnknown) -> Outcome:
         """The database is away or its pool empty: hold the slot for a moment, then let anybody try."""
         cause = error.__cause__ or error
-        self._observe(Troubled(f"session for {self._listener.queue}", cause, NOT_STARTED_PAUSE))
+        self._sessions.struck(cause, NOT_STARTED_PAUSE)
         await asyncio.sleep(NOT_STARTED_PAUSE.total_seconds())
         return Released()
 

@@ -9,9 +9,10 @@ from datetime import timedelta
 
 from outbox.core.attempt import Dead, Done, Reason, Released
 from outbox.core.dead_letter import clean
-from outbox.core.events import Handled, Observer, Received, Troubled
+from outbox.core.events import Handled, Observer, Received
 from outbox.core.landing import Landing
 from outbox.core.listener import Listener
+from outbox.core.outage import DATABASE, Outage
 from outbox.core.pace import Pace
 from outbox.core.store import Receipt, Store
 from outbox.core.transport import Delivery, Transport
@@ -42,6 +43,7 @@ class Storing:
         self._batch_size = batch_size
         self._redact_error = redact_error
         self._observe = observe
+        self._storing = Outage(f"storing for {queue}", DATABASE, observe)
         self._waiting: list[tuple[Delivery, asyncio.Future[None]]] = []  # first come, first served
         self._writing: asyncio.Task[None] | None = None
 
@@ -76,10 +78,11 @@ class Storing:
             except Exception as error:  # noqa: BLE001 - drivers throw what they like
                 # Whether it was committed is unknown, and nothing is acknowledged. Storing again does no harm.
                 pause = again.pause()
-                self._observe(Troubled(f"storing for {self._queue}", error, timedelta(seconds=pause)))
+                self._storing.struck(error, timedelta(seconds=pause))
                 await asyncio.sleep(pause)
                 continue
             again.reset()
+            self._storing.over()
             self._settle(batch, receipt)
 
     def _next(self) -> list[tuple[Delivery, asyncio.Future[None]]]:

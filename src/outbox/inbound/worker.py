@@ -17,6 +17,7 @@ from outbox.core.durations import NO_DELAY
 from outbox.core.errors import ClosedForGood
 from outbox.core.events import Observer, StillRunning, Troubled
 from outbox.core.listener import Listener
+from outbox.core.outage import DATABASE, Outage
 from outbox.core.pace import RestartDelay, Trouble
 from outbox.core.transport import Delivery, Isolable
 from outbox.inbound.batches import Batches
@@ -105,18 +106,19 @@ class Worker:
     async def _serve(self, listener: Listener) -> None:
         """Take deliveries for one listener; after an error, take them anew."""
         trouble = Trouble(LONGEST_TROUBLE, SHORTEST_TROUBLE, self._restart_delay)
+        outage = Outage(f"worker of {listener.queue}", DATABASE, self._observe)
         slots = slots_for(listener, self._starting(listener))
         while True:
             try:
-                await self._take(listener, slots, trouble)
+                await self._take(listener, slots, trouble, outage)
             except ClosedForGood:
                 raise
             except Exception as error:  # noqa: BLE001 - a worker outlives whatever its transport throws
                 pause = trouble.pause(error)
-                self._observe(Troubled(f"worker of {listener.queue}", error, timedelta(seconds=pause)))
+                outage.struck(error, timedelta(seconds=pause))
                 await asyncio.sleep(pause)
 
-    async def _take(self, listener: Listener, slots: Slots, trouble: Trouble) -> None:
+    async def _take(self, listener: Listener, slots: Slots, trouble: Trouble, outage: Outage) -> None:
         deliveries = self._source.consume(listener, self._prefetch)
         if listener.batch is not None:
             deliveries = Batches(deliveries, listener.batch)
@@ -126,6 +128,7 @@ class Worker:
                     await slots.one_free()
                 delivery = await anext(deliveries)
                 trouble.reset()
+                outage.over()
                 slots.take(delivery)
         finally:
             slots.give_back()

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import logging
+import re
+from datetime import timedelta
+from functools import cache
+from typing import Any
 
-from outbox.core.attempt import Dead, Done, Reason, Released, RetryIn
+from outbox.core.attempt import Attempt, Dead, Done, Reason, Released, RetryIn
 from outbox.core.durations import in_words
 from outbox.core.events import (
     Advised,
@@ -20,6 +24,7 @@ from outbox.core.events import (
     HookFailed,
     LeaseWasLost,
     Received,
+    Recovered,
     Relayed,
     RequestDeclined,
     Routed,
@@ -29,7 +34,10 @@ from outbox.core.events import (
     Troubled,
     Unroutable,
 )
+from outbox.core.message import Message
+from outbox.core.outage import DATABASE, TRANSPORT
 from outbox.core.printing import printable
+from outbox.observers.outages import Outages, missing
 
 logger = logging.getLogger("outbox")
 
@@ -45,7 +53,13 @@ logger.addFilter(_escape_arguments)
 
 
 class LoggingObserver:
-    """DEBUG: bindings, batches. INFO: work. WARNING: retries, dead letters, lost leases, advice. ERROR: failures."""
+    """DEBUG: bindings, batches. INFO: work. WARNING: retries, dead letters, lost leases, advice. ERROR: failures.
+
+    An outage is a line when it begins, one a minute, and one when it ends. Each record has its ids as attributes too.
+    """
+
+    def __init__(self) -> None:
+        self._outages = Outages()
 
     def __call__(self, event: Event) -> None:
         match event:
@@ -56,35 +70,38 @@ class LoggingObserver:
             case Emitted(messages):
                 if logger.isEnabledFor(logging.INFO):
                     for message in messages:
-                        logger.info("emitted %s %s", message.routing_key, message.id)
+                        facts = _facts(event, message)
+                        logger.info("emitted %s %s", message.routing_key, message.id, extra=facts)
+            case Troubled():
+                self._troubled(event)
+            case Recovered():
+                self._recovered(event)
+            case CircuitOpened():
+                self._circuit_opened(event)
+            case CircuitClosed(destination):
+                if not self._answers(event, destination):  # another relay has opened it
+                    logger.info("%s answers again", _place(destination), extra=_facts(event, destination=destination))
+            case LeaseWasLost():
+                self._lease_lost(event)
+            case _:
+                self._others(event)
+
+    def _others(self, event: Event) -> None:
+        match event:
             case Bound(binding):
-                logger.debug("the queue %s is bound to %s", binding.queue, binding.binding_key)
+                facts = _facts(event, queue=binding.queue, binding_key=binding.binding_key)
+                logger.debug("the queue %s is bound to %s", binding.queue, binding.binding_key, extra=facts)
             case Routed(queue, count):
-                logger.debug("routed %d message(s) to %s", count, queue)
+                logger.debug("routed %d message(s) to %s", count, queue, extra=_facts(event, queue=queue, count=count))
             case Unroutable(routing_key, count):
                 logger.warning(
                     "no queue is bound to %s: %d message(s) wait; start a worker that listens, or see unroutable=",
                     routing_key,
                     count,
+                    extra=_facts(event, routing_key=routing_key, count=count),
                 )
-            case Received(queue, stored, duplicates, unwanted, expired):
-                if unwanted:
-                    logger.warning("%d message(s) received for %s are dead: no listener has it", unwanted, queue)
-                elif expired:
-                    logger.warning("%d message(s) received for %s are dead: older than its inbox", expired, queue)
-                else:
-                    logger.debug("stored %d message(s) in %s, %d were there before", stored, queue, duplicates)
-            case CircuitOpened(destination, error, pause):
-                logger.error(
-                    "%s takes nothing, the next attempt is in %s: %s",
-                    _place(destination),
-                    in_words(pause),
-                    _first_line(error),
-                )
-            case CircuitClosed(destination):
-                logger.info("%s answers again", _place(destination))
-            case LeaseWasLost():
-                self._lease_lost(event)
+            case Received():
+                self._received(event)
             case Conflicted(queue, attempt, run, error, pause):
                 logger.info(
                     "run %d of %s %s from %s collided with another transaction, again in %s: %s",
@@ -94,50 +111,64 @@ class LoggingObserver:
                     queue,
                     in_words(pause),
                     _words(error),
+                    extra=_facts(event, attempt, queue=queue),
                 )
             case StillRunning(queue, attempt, duration):
-                message = attempt.message
                 logger.warning(
-                    "%s %s from %s has been running for %s", message.routing_key, message.id, queue, in_words(duration)
+                    "%s %s from %s has been running for %s",
+                    attempt.message.routing_key,
+                    attempt.message.id,
+                    queue,
+                    in_words(duration),
+                    extra=_facts(event, attempt, queue=queue, seconds=duration.total_seconds()),
                 )
             case CleanedUp(what, count):
-                logger.debug("cleaned up %d %s rows", count, what)
+                logger.debug("cleaned up %d %s rows", count, what, extra=_facts(event, what=what, count=count))
             case Started(what, detail):
-                logger.info("%s started: %s", what, detail)
+                logger.info("%s started: %s", what, detail, extra=_facts(event, what=what))
             case Stopped(what, abandoned):
+                facts = _facts(event, what=what, abandoned=abandoned)
                 if abandoned:
-                    logger.warning("%s stopped, %d listeners did not end in time and were abandoned", what, abandoned)
+                    text = "%s stopped, %d listeners did not end in time and were abandoned"
+                    logger.warning(text, what, abandoned, extra=facts)
                 else:
-                    logger.info("%s stopped", what)
+                    logger.info("%s stopped", what, extra=facts)
             case Failed(what, error):
-                logger.error("%s ended by itself and is not started again: %s", what, _words(error))
+                text = "%s ended by itself and is not started again: %s"
+                logger.error(text, what, _words(error), extra=_facts(event, what=what))
             case HookFailed(what, error):
-                logger.error("%s failed after the commit, which stands: %s", what, _words(error))
+                text = "%s failed after the commit, which stands: %s"
+                logger.error(text, what, _words(error), extra=_facts(event, what=what))
             case RequestDeclined(status, why):
                 level = logging.WARNING if status >= 500 else logging.INFO
-                logger.log(level, "declined a request with %d: %s", status, _first_line(why))
+                facts = _facts(event, status=status)
+                logger.log(level, "declined a request with %d: %s", status, _first_line(why), extra=facts)
             case Advised(where, advice):
-                logger.warning("%s: %s", where, _first_line(advice))
-            case Troubled(where, error, pause):
-                logger.error("%s: %s; again in %s", where, _words(error), in_words(pause))
+                logger.warning("%s: %s", where, _first_line(advice), extra=_facts(event, where=where))
 
     def _handled(self, event: Handled) -> None:
-        message, queue = event.attempt.message, event.queue
+        message, queue, attempt = event.attempt.message, event.queue, event.attempt
         match event.outcome:
             case Done():
                 if logger.isEnabledFor(logging.INFO):
                     logger.info(
-                        "handled %s %s from %s in %s", message.routing_key, message.id, queue, in_words(event.duration)
+                        "handled %s %s from %s in %s",
+                        message.routing_key,
+                        message.id,
+                        queue,
+                        in_words(event.duration),
+                        extra=_facts(event, attempt, queue=queue, seconds=event.duration.total_seconds()),
                     )
             case RetryIn(delay, error):
                 logger.warning(
                     "attempt %d at %s %s from %s failed, again in %s: %s",
-                    event.attempt.attempt_count,
+                    attempt.attempt_count,
                     message.routing_key,
                     message.id,
                     queue,
                     in_words(delay),
                     _first_line(error),
+                    extra=_facts(event, attempt, queue=queue, retry_in=delay.total_seconds()),
                 )
             case Dead(reason, error):
                 logger.log(
@@ -148,15 +179,23 @@ class LoggingObserver:
                     queue,
                     reason,
                     _first_line(error),
+                    extra=_facts(event, attempt, queue=queue, reason=reason.value),
                 )
             case Released():
-                logger.debug("gave back %s %s to %s", message.routing_key, message.id, queue)
+                if logger.isEnabledFor(logging.DEBUG):
+                    facts = _facts(event, attempt, queue=queue)
+                    logger.debug("gave back %s %s to %s", message.routing_key, message.id, queue, extra=facts)
 
     def _relayed(self, event: Relayed) -> None:
-        message = event.attempt.message
+        message, attempt, to = event.attempt.message, event.attempt, event.destination
         match event.outcome:
             case Done():
-                logger.info("sent %s %s", message.routing_key, message.id)
+                if self._outages:  # another relay may have closed the circuit that was opened here
+                    self._answers(event, event.destination)
+                if logger.isEnabledFor(logging.INFO):
+                    logger.info(
+                        "sent %s %s", message.routing_key, message.id, extra=_facts(event, attempt, destination=to)
+                    )
             case RetryIn(delay, error):
                 logger.warning(
                     "%s %s was not sent, again in %s: %s",
@@ -164,11 +203,78 @@ class LoggingObserver:
                     message.id,
                     in_words(delay),
                     _first_line(error),
+                    extra=_facts(event, attempt, destination=to, retry_in=delay.total_seconds()),
                 )
             case Dead(reason, error):
-                logger.warning("%s %s is dead (%s): %s", message.routing_key, message.id, reason, _first_line(error))
+                logger.warning(
+                    "%s %s is dead (%s): %s",
+                    message.routing_key,
+                    message.id,
+                    reason,
+                    _first_line(error),
+                    extra=_facts(event, attempt, destination=to, reason=reason.value),
+                )
             case Released():
-                logger.debug("gave back %s %s", message.routing_key, message.id)
+                if logger.isEnabledFor(logging.DEBUG):
+                    facts = _facts(event, attempt, destination=to)
+                    logger.debug("gave back %s %s", message.routing_key, message.id, extra=facts)
+
+    def _received(self, event: Received) -> None:
+        queue, facts = event.queue, _facts(event, queue=event.queue)
+        if event.unwanted:
+            text = "%d message(s) received for %s are dead: no listener has it"
+            logger.warning(text, event.unwanted, queue, extra=facts)
+        elif event.expired:
+            text = "%d message(s) received for %s are dead: older than its inbox"
+            logger.warning(text, event.expired, queue, extra=facts)
+        else:
+            text = "stored %d message(s) in %s, %d were there before"
+            logger.debug(text, event.stored, queue, event.duplicates, extra=facts)
+
+    # Outages. What began with an error ends with a warning, so that a log has both or neither.
+
+    def _troubled(self, event: Troubled) -> None:
+        lasts: timedelta | None = timedelta(0)
+        if event.outage_of is not None:
+            lasts = self._outages.strikes(missing(event), event.where)
+        if lasts is not None:
+            logger.error(
+                "%s: %s; again in %s%s",
+                event.where,
+                _words(event.error),
+                in_words(event.pause),
+                _so_far(lasts),
+                extra=_facts(event, where=event.where, outage_of=event.outage_of),
+            )
+
+    def _recovered(self, event: Recovered) -> None:
+        what = missing(event)
+        lasted = self._outages.ends(what, event.where)
+        if lasted is not None:
+            text = "%s answers again after %s" if what == DATABASE else "%s works again after %s"
+            facts = _facts(event, where=event.where, outage_of=event.outage_of, seconds=lasted.total_seconds())
+            logger.warning(text, what if what == DATABASE else event.where, in_words(lasted), extra=facts)
+
+    def _circuit_opened(self, event: CircuitOpened) -> None:
+        lasts = self._outages.strikes(event.destination or TRANSPORT, _place(event.destination))
+        if lasts is not None:
+            logger.error(
+                "%s takes nothing%s, the next attempt is in %s: %s",
+                _place(event.destination),
+                _so_far(lasts),
+                in_words(event.pause),
+                _first_line(event.error),
+                extra=_facts(event, destination=event.destination),
+            )
+
+    def _answers(self, event: Event, destination: str | None) -> bool:
+        """Whether an outage of this destination has ended by it."""
+        lasted = self._outages.ends(destination or TRANSPORT, _place(destination))
+        if lasted is None:
+            return False
+        facts = _facts(event, destination=destination, seconds=lasted.total_seconds())
+        logger.warning("%s answers again after %s", _place(destination), in_words(lasted), extra=facts)
+        return True
 
     def _lease_lost(self, event: LeaseWasLost) -> None:
         logger.warning(
@@ -176,14 +282,37 @@ class LoggingObserver:
             event.row_id,
             event.queue,
             event.phase,
-            extra={
-                "event": "lease_lost",
-                "phase": event.phase,
-                "row_id": event.row_id,
-                "queue": event.queue,
-                "deliveries_count": event.deliveries_count,
-            },
+            extra=_facts(
+                event,
+                event="lease_lost",
+                phase=event.phase,
+                row_id=event.row_id,
+                queue=event.queue,
+                deliveries_count=event.deliveries_count,
+            ),
         )
+
+
+def _facts(happened: Event, about: Message | Attempt | None = None, **facts: Any) -> dict[str, Any]:
+    """What a record says, as attributes for handlers that write fields. Text is escaped as in the line itself."""
+    found: dict[str, Any] = {"event": _named(type(happened).__name__)}
+    if isinstance(about, Attempt):
+        found["attempt"] = about.attempt_count
+    message = about.message if isinstance(about, Attempt) else about
+    if message is not None:
+        found |= {"message_id": message.id, "routing_key": message.routing_key}
+    found |= {name: value for name, value in facts.items() if value is not None}
+    return {name: printable(value) if isinstance(value, str) else value for name, value in found.items()}
+
+
+@cache
+def _named(event: str) -> str:
+    """`LeaseWasLost` is lease_was_lost."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", event).lower()
+
+
+def _so_far(lasts: timedelta) -> str:
+    return f", for {in_words(lasts)} now" if lasts else ""
 
 
 def _words(error: BaseException) -> str:

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from outbox.core.errors import ClosedForGood, TransportUnavailable
 from outbox.core.events import Observer, Troubled
+from outbox.core.outage import DATABASE, TRANSPORT, Outage
 from outbox.core.pace import Pace, RestartDelay, Trouble
 from outbox.outbound.rounds import Rounds
 
@@ -39,6 +40,7 @@ class Relay:
         poll_interval: float,
         observe: Observer,
         name: str,
+        destination: str | None = None,  # the route, where there are several
         back: Callable[[], Awaitable[None]] | None = None,  # waits for a destination that is away
         restart_delay: RestartDelay | None = None,
         rounds: Rounds | None = None,  # of the same work, where one may begin while others wait for answers
@@ -51,6 +53,8 @@ class Relay:
         self._trouble = Trouble(LONGEST_TROUBLE, SHORTEST_TROUBLE, restart_delay)
         self._observe = observe
         self._name = name
+        self._database = Outage(name, DATABASE, observe)
+        self._destination = Outage(name, destination or TRANSPORT, observe)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Work until `stop`. A round that has begun is finished."""
@@ -65,16 +69,19 @@ class Relay:
                 taken = await self._next(stop)
                 if taken:
                     self._pace.reset()
+                if self._rounds is not None and self._rounds.answered:
+                    self._destination.over()
                 if taken < self._work.batch_size:  # nothing is left, or somebody would have rung the bell
                     ending = () if self._rounds is None else self._rounds.ending
                     await unless(stop, self._wait(self._pace.pause()), *ending)
                 self._trouble.reset()
+                self._database.over()
             except ClosedForGood:
                 raise
             except Exception as error:  # noqa: BLE001 - a relay outlives whatever its database or broker throws
                 away = isinstance(error, TransportUnavailable)
                 pause = self._trouble.pause(error, LONGEST_AWAY if away else None)
-                self._observe(Troubled(self._name, error, timedelta(seconds=pause)))
+                (self._destination if away else self._database).struck(error, timedelta(seconds=pause))
                 await unless(stop, asyncio.sleep(pause))
                 if away and self._back is not None:
                     await unless(stop, self._back())

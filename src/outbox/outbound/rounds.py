@@ -39,6 +39,7 @@ class Rounds:
         self._most = most
         self._open: dict[asyncio.Task[int], int] = {}  # with the number of errors that were raised before it began
         self._errors = 0
+        self.answered = False  # whether the destination answered the last round that is known to have ended
         self._whole = False  # whether the last claim was a whole batch
         self._ended = asyncio.Event()
 
@@ -111,8 +112,11 @@ class Rounds:
     def _end(self, round: asyncio.Task[int]) -> int:
         errors = self._open.pop(round)
         try:
-            return round.result()
+            count = round.result()
+            self.answered = count > 0
+            return count
         except Exception as error:
+            self.answered = False
             if errors < self._errors and not isinstance(error, ClosedForGood):
                 return 0
             self._errors += 1

@@ -15,10 +15,11 @@ from sqlalchemy import Connection, Executable
 from outbox.core.attempt import Attempt, Outcome, Released
 from outbox.core.binding import Bindings
 from outbox.core.dead_letter import DeadLetters
-from outbox.core.events import Observer, Troubled
+from outbox.core.events import Observer
 from outbox.core.landing import Landing
 from outbox.core.listener import Listener
 from outbox.core.message import Message
+from outbox.core.outage import DATABASE, Outage
 from outbox.core.pace import Pace
 from outbox.core.store import Claim, Lease, Leased, Rows, Store, Suspected, Wanted
 from outbox.core.transport import Features, Published, Refusal
@@ -204,7 +205,7 @@ class DatabaseDeliveries:
         self._lease = lease
         self._pace = pace
         self._held = held
-        self._observe = observe
+        self._writing = Outage(f"outcomes of {listener.queue}", DATABASE, observe)
         self._ready: deque[DatabaseDelivery] = deque()
         self._unsettled = 0
         self._coming = 0  # claimed, and ready in a moment
@@ -369,9 +370,10 @@ class DatabaseDeliveries:
             serving.create_task(self._serve(others))
 
     def _cannot_write(self, error: Exception, pause: float) -> None:
-        self._observe(Troubled(f"outcomes of {self.queue}", error, timedelta(seconds=pause)))
+        self._writing.struck(error, timedelta(seconds=pause))
 
     def _settled(self, count: int) -> None:
+        self._writing.over()
         self._unsettled -= count
         self._appetite.digested(count)
         self._room.set()

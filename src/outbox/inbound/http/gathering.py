@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
-from outbox.core.events import Observer, Received, Troubled
+from outbox.core.events import Observer, Received
 from outbox.core.message import Message
+from outbox.core.outage import DATABASE, Outage
 from outbox.core.store import Receipt, Seal, Store
 from outbox.core.webhooks import ID
 from outbox.inbound.http.answer import Declined, not_now
@@ -46,6 +47,7 @@ class Gathering:
         self._queue = queue
         self._batch_size = batch_size
         self._observe = observe
+        self._storing = Outage(f"storing for {queue}", DATABASE, observe)
         self._waiting: list[_Part] = []  # first come, first served
         self._writing: asyncio.Task[None] | None = None
 
@@ -63,10 +65,11 @@ class Gathering:
                 receipt = await self._receive(batch)
             except Exception as error:  # noqa: BLE001 - drivers throw what they like
                 # Whether it was committed is unknown, so nobody hears that it was: it is sent again, and known then.
-                self._observe(Troubled(f"storing for {self._queue}", error, timedelta(seconds=AGAIN)))
+                self._storing.struck(error, timedelta(seconds=AGAIN))
                 for part in batch:
                     part.fail(not_now("the database does not answer", AGAIN))
             else:
+                self._storing.over()
                 self._tell(batch, receipt)
         self._writing = None  # a task keeps its event loop alive
 

@@ -9,8 +9,9 @@ from datetime import timedelta
 
 from outbox.core.durations import NO_DELAY
 from outbox.core.errors import ConfigurationError, TransportUnavailable
-from outbox.core.events import Observer, Troubled
+from outbox.core.events import Observer
 from outbox.core.message import Message
+from outbox.core.outage import TRANSPORT, Outage
 from outbox.core.pace import Pace
 from outbox.core.tracking import new_id
 from outbox.core.transport import Refusal
@@ -51,6 +52,7 @@ class Courier:
         self._default_is_closed = False  # the user may not write to the default exchange
         self._batch: list[tuple[Outgoing, asyncio.Future[Result]]] = []
         self._tasks: set[asyncio.Task[None]] = set()
+        self._outages: dict[str, Outage] = {}  # by queue, while its copies are not confirmed
 
     async def back(self, parcel: Parcel, delay: timedelta) -> bool:
         """To its own queue, after a delay; whether it is safe there. False: nobody can take it."""
@@ -154,7 +156,10 @@ class Courier:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         self._batch.append((outgoing, answer))
-        return await answer
+        result = await answer
+        if self._outages and result is Answer.CONFIRMED and parcel.queue in self._outages:
+            self._outages.pop(parcel.queue).over()
+        return result
 
     async def _publish(self) -> None:
         batch, self._batch = self._batch, []
@@ -171,7 +176,8 @@ class Courier:
     async def _pause(self, pace: Pace, parcel: Parcel, answer: object) -> None:
         pause = pace.pause()
         error = answer if isinstance(answer, Exception) else TransportUnavailable(_words(answer))
-        self._observe(Troubled(f"copies for {parcel.queue}", error, timedelta(seconds=pause)))
+        usual = Outage(f"copies for {parcel.queue}", TRANSPORT, self._observe)
+        self._outages.setdefault(parcel.queue, usual).struck(error, timedelta(seconds=pause))
         await asyncio.sleep(pause)
 
 

@@ -91,6 +91,7 @@ class Wire(Protocol):
     def ended(self) -> asyncio.Future[Ended]: ...
 
     on_blocked: Callable[[str], object]  # told why, in the moment in which the broker stops to take publishes
+    on_unblocked: Callable[[], object]  # the same when it takes them again
 
     @property
     def server_version(self) -> tuple[int, ...] | None: ...

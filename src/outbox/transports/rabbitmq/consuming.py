@@ -23,10 +23,11 @@ from pamqp.header import ContentHeader
 from outbox.core.attempt import Attempt, Dead, Done, Outcome, Reason, Released, RetryIn
 from outbox.core.durations import NO_DELAY
 from outbox.core.errors import TransportClosed, TransportUnavailable, Undecodable
-from outbox.core.events import Handled, Observer, Troubled
+from outbox.core.events import Handled, Observer
 from outbox.core.landing import Landing
 from outbox.core.listener import Listener
 from outbox.core.message import BYTES, LARGEST_BODY, Message
+from outbox.core.outage import TRANSPORT, Outage
 from outbox.core.pace import Pace
 from outbox.core.tracking import new_id
 from outbox.transports.rabbitmq import trials
@@ -515,6 +516,7 @@ class RabbitmqDeliveries:
         self._link = link
         self._declare = declare
         self._observe = observe
+        self._consuming = Outage(f"consumer of {queue}", TRANSPORT, observe)
         self.trial_queue = TrialQueue(queue, link=link, courier=courier, reader=self._trial_reader)
         self._trays = trays  # of the whole transport, which closes them
         self._tray: Tray | None = None
@@ -632,7 +634,7 @@ class RabbitmqDeliveries:
                     await asyncio.sleep(pace.pause())  # its connection tells why
                 except Exception as error:  # noqa: BLE001 - a consumer outlives whatever its broker does
                     pause = pace.pause()
-                    self._observe(Troubled(f"consumer of {self.queue}", error, timedelta(seconds=pause)))
+                    self._consuming.struck(error, timedelta(seconds=pause))
                     await asyncio.sleep(pause)
         finally:
             self._arrived.set()
@@ -652,6 +654,7 @@ class RabbitmqDeliveries:
                 await self._declare()
             return error
         pace.reset()
+        self._consuming.over()
         while not channel.ended.done():
             await _either(channel.ended, self._appetite.changed)
             self._appetite.changed.clear()

@@ -145,6 +145,7 @@ class FrameWire:
         self._blocked: str | None = None
         self._begun: FrameChannel | None = None  # a publish that is never finished
         self.on_blocked: Callable[[str], object] = lambda reason: None
+        self.on_unblocked: Callable[[], object] = lambda: None
         self.ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
         tap.on_connection = self._on_connection
         tap.on_end = lambda reason: self._end(Ended(reason))
@@ -242,6 +243,7 @@ class FrameWire:
                 self.on_blocked(self._blocked)
             case commands.Connection.Unblocked():
                 self._blocked = None
+                self.on_unblocked()
             case commands.Connection.Close():
                 self._end(Ended(method.reply_text or "closed by the broker", method.reply_code))
 

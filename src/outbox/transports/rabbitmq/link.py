@@ -13,7 +13,8 @@ from datetime import timedelta
 import aiormq
 
 from outbox.core.errors import ConfigurationError, TransportClosed, TransportUnavailable
-from outbox.core.events import Observer, Troubled
+from outbox.core.events import Observer
+from outbox.core.outage import TRANSPORT, Outage
 from outbox.core.pace import Pace
 from outbox.transports.rabbitmq.channels import Ended, Lost, Wire
 
@@ -36,7 +37,7 @@ class Link:
     def __init__(self, connect: Connect, *, name: str, observe: Observer) -> None:
         self._connect = connect
         self._name = name
-        self._observe = observe
+        self._outage = Outage(name, TRANSPORT, observe)
         self._wire: Wire | None = None
         self._failure: Exception = ConnectionError("not connected yet")
         self._tried = asyncio.Event()  # the first try is over
@@ -68,7 +69,7 @@ class Link:
         return self._wire
 
     def _blocked(self, reason: str) -> None:
-        self._observe(Troubled(self._name, blocked(reason), timedelta(0)))
+        self._outage.struck(blocked(reason), timedelta(0))
 
     async def close(self) -> None:
         if self._keeping is not None:
@@ -101,7 +102,7 @@ class Link:
         before, told_at = self._told
         if words != before or now - told_at > TELL_EVERY:
             self._told = words, now
-            self._observe(Troubled(self._name, failure, timedelta(seconds=pause)))
+            self._outage.struck(failure, timedelta(seconds=pause))
 
     async def _once(self, pace: Pace) -> None:
         """From one opening to its end."""
@@ -113,7 +114,8 @@ class Link:
         try:
             pace.reset()
             self._wire, self._was_connected, self._told = wire, True, ("", 0.0)
-            wire.on_blocked = self._blocked
+            self._outage.over()
+            wire.on_blocked, wire.on_unblocked = self._blocked, self._outage.over
             self._tried.set()
             self._connected.set()
             ended = await asyncio.shield(wire.ended)

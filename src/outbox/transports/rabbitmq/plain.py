@@ -29,6 +29,7 @@ class PlainWire:
         self._connection = connection
         self._ours = ours  # whether it may be closed here
         self.on_blocked: Callable[[str], object] = lambda reason: None  # the library tells nobody but its log
+        self.on_unblocked: Callable[[], object] = lambda: None
         self.ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
         connection.closing.add_done_callback(self._end)
         self._guard = Guard.of(connection)

@@ -1,0 +1,67 @@
+"""Outages: what the log of a relay and of a worker says while the database is away."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+
+import pytest
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from outbox import Listener, Outbox
+from outbox.core.events import Handled, Recovered, Troubled
+from outbox.testing.servers import PostgreSQL
+from tests.seeds.observing import Recorder, eventually
+
+
+@pytest.fixture
+def server() -> Iterator[PostgreSQL]:
+    """One that may be stopped."""
+    with PostgreSQL() as server:
+        yield server
+
+
+async def emit(outbox: Outbox, count: int) -> None:
+    async with outbox.transaction() as session:
+        await outbox.emit_many(session, "order.created", range(count))
+
+
+@pytest.mark.parametrize("driver", ["asyncpg", "psycopg"])
+async def test_a_database_that_is_restarted_is_two_lines_of_the_log(
+    server: PostgreSQL, driver: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder = Recorder()
+
+    async def plain(number: int) -> None: ...
+
+    async def in_session(number: int, session: AsyncSession) -> None: ...
+
+    listeners = [Listener("order.*", plain, queue=f"plain{number}") for number in range(3)]
+    listeners.append(Listener("order.*", in_session, queue="in_session"))
+    url = server.url.replace("postgresql:", f"postgresql+{driver}:")
+    outbox = Outbox(db_engine_url=url, poll_interval=0.1, restart_delay=0.1, observers=[recorder])
+    with caplog.at_level(logging.WARNING):
+        async with outbox.running(listeners=listeners):
+            await emit(outbox, 5)
+            await recorder.wait_for(Handled, 20)
+            await asyncio.to_thread(server.stop)
+            await recorder.wait_for(Troubled, 20)
+            await asyncio.to_thread(server.start)
+            await recorder.wait_for(Recovered)
+            await eventually(lambda: _emitted(outbox))
+            await recorder.wait_for(Handled, 24)
+        await outbox.close()
+    begins, ends = [(record.levelname, record.getMessage()) for record in caplog.records if record.name == "outbox"]
+    assert begins[0] == "ERROR" and "; again in 100ms" in begins[1]
+    assert ends[0] == "WARNING" and ends[1].startswith("the database answers again after ")
+
+
+async def _emitted(outbox: Outbox) -> bool:
+    """Producers of the same process get the database's error until it is back."""
+    try:
+        await emit(outbox, 1)
+    except Exception:  # noqa: BLE001 - drivers throw what they like
+        await asyncio.sleep(0.05)
+        return False
+    return True
