@@ -27,6 +27,7 @@ TICK = 500.0  # milliseconds after which a queue tells how many messages it hold
 LOOK_EVERY = 2.0  # seconds: rabbitmqctl is a program of its own, which takes its time
 USUAL_MEMORY, NO_MEMORY = "0.4", "0.000001"  # of the machine's, above which nobody may publish
 ANSWER_WITHIN = 30.0  # seconds
+RECOVERED_WITHIN = 20.0  # seconds for all queues after a crash
 
 # A crash, but for one thing: RabbitMQ 3.10 writes the name of a new quorum queue to the disk half a second after it has
 # answered. Without its name a queue has no leader ever again, and what it confirmed is gone; no client can prevent it.
@@ -50,6 +51,7 @@ class Broker:
         self._server = _CountingBroker(management=False)
         self._proxy = Proxy()
         self._looked_at, self._in_queues = 0.0, 0
+        self._has_crashed = False
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -67,6 +69,7 @@ class Broker:
     # Faults.
 
     def crash(self) -> None:
+        self._has_crashed = True
         with suppress(ServerFailed):  # it ends before it has answered
             self._server.control("eval", CRASH)
         self._server.kill()
@@ -75,7 +78,20 @@ class Broker:
         self._server.stop()
 
     def start(self) -> None:
+        """Start it; after a crash once more, as an operator would, if RabbitMQ 3.10 left a quorum queue down."""
         self._server.start()
+        if self._has_crashed and not self._has_all_queues():
+            self._server.stop()
+            self._server.start()
+        self._has_crashed = False
+
+    def _has_all_queues(self) -> bool:
+        deadline = time.monotonic() + RECOVERED_WITHIN
+        while time.monotonic() < deadline:
+            if not any(line.endswith("\tdown") for line in self._listed("name", "state")):
+                return True
+            time.sleep(LOOK_EVERY)
+        return False
 
     def alarm(self, on: bool) -> None:
         """Let the broker believe that it has no memory left."""

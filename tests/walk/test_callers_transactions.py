@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
+from typing import Any
 
 import pytest
 from sqlalchemy import create_engine, make_url, text
@@ -188,6 +190,44 @@ async def test_sqlite_that_rolls_back_by_itself_leaves_neither_data_nor_message(
                 await session.execute(effects.write("a row that comes after"))
             raise ZeroDivisionError
     assert await nothing(outbox, effects) and called == []
+
+
+async def fill_the_disk(session: AsyncSession, effects: Effects) -> None:
+    pages = await session.scalar(text("PRAGMA page_count"))
+    await session.execute(text(f"PRAGMA max_page_count = {pages}"))
+    try:
+        await session.execute(text(f"INSERT INTO {effects.table.name} (what, n) VALUES (zeroblob(1000000), 1)"))
+    finally:
+        await session.execute(text("PRAGMA max_page_count = 1000000"))
+
+
+async def interrupt(session: AsyncSession, effects: Effects) -> None:
+    driver: Any = (await (await session.connection()).get_raw_connection()).driver_connection
+    counting = "WITH RECURSIVE many(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM many LIMIT 100000000)"
+    writing = session.execute(text(f"INSERT INTO {effects.table.name} (what, n) {counting} SELECT 'one', n FROM many"))
+    stop = threading.Timer(0.2, driver._conn.interrupt)
+    stop.start()
+    try:
+        await writing
+    finally:
+        stop.cancel()
+
+
+@SQLITE
+@pytest.mark.parametrize("how", [fill_the_disk, interrupt])
+async def test_what_a_full_disk_or_an_interrupt_rolled_back_is_not_taken_for_committed(
+    outbox: Outbox, effects: Effects, how: Callable[[AsyncSession, Effects], Awaitable[None]]
+) -> None:
+    with pytest.raises(TransactionError, match=r"(full|interrupted).*begin_nested"):
+        async with outbox.transaction() as session:
+            await session.execute(effects.write("order"))
+            await outbox.emit(session, "order.created", 1)
+            with pytest.raises(DBAPIError, match=r"full|interrupted"):
+                await how(session, effects)
+    assert await nothing(outbox, effects)
+    async with outbox.transaction() as session:
+        await outbox.emit(session, "order.created", 2)
+    assert [stored.message.body for stored in await outbox.messages()] == [b"2"]
 
 
 @SQLITE
