@@ -17,7 +17,7 @@ import pytest
 from yarl import URL
 
 from outbox import Listener, Outbox
-from outbox.core.attempt import Done
+from outbox.core.attempt import Done, Reason
 from outbox.core.errors import ConfigurationError, TransportClosed, TransportUnavailable
 from outbox.core.events import Failed, Relayed, Started, Troubled
 from outbox.core.message import Message
@@ -258,6 +258,32 @@ async def test_a_header_of_ours_that_is_not_what_it_should_be_makes_a_dead_lette
         assert (letter.body, letter.headers["kept"]) == (b"1", "yes")
         assert letter.headers["outbox-reason"] == "undecodable"
         assert "outbox-attempt" in letter.headers["outbox-error"]
+
+
+async def test_a_retry_that_fits_into_no_frame_is_not_published_and_costs_no_connection(
+    broker: RabbitMQ, table_name: str, arrivals: Arrivals, recorder: Recorder
+) -> None:
+    async def fails_first(body: Any, attempt_count: int) -> None:
+        arrivals.put_nowait((body, attempt_count))
+        if attempt_count == 1:
+            raise ConnectionError
+
+    queue = f"{table_name}.retried"
+    outbox = Outbox(rabbitmq_url=broker.url, exchange_name=table_name, observers=[recorder])
+    large: Any = {f"h{number:03}": "v" * 990 for number in range(130)} | {"rest": "v" * 950}
+    async with (
+        outbox.running(listeners=[Listener("#", fails_first, queue=queue, retry_delays=(0.05,))]),
+        await aio_pika.connect(broker.url) as connection,
+    ):
+        exchange = await (await connection.channel()).get_exchange(table_name)
+        for number in range(6):
+            await exchange.publish(aio_pika.Message(b"%d" % number, headers=None if number else large), "a")
+        letters: Any = await eventually(lambda: outbox.dead_letters.list(queue=queue))
+        came = [await arrival(arrivals) for _ in range(11)]
+    assert [(letter.message.body, letter.reason) for letter in letters] == [(b"0", Reason.UNDECODABLE)]
+    assert sorted(came) == [(0, 1), *((number, attempt) for number in range(1, 6) for attempt in (1, 2))]
+    assert arrivals.empty()
+    assert recorder.of(Troubled) == []
 
 
 async def test_a_worker_ends_when_the_connection_it_was_given_closes_for_good(
