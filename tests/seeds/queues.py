@@ -43,6 +43,10 @@ async def bring_back(channel: AbstractChannel, message: AbstractIncomingMessage,
 
 async def make_older(channel: AbstractChannel, queue: str, age: timedelta, exchange: str = "") -> None:
     """Take a message from where it waits and publish it again as if so much time had passed."""
-    message = await taken(channel, queue)
+    await bring_back(channel, older(await taken(channel, queue), age), exchange)
+
+
+def older(message: AbstractIncomingMessage, age: timedelta) -> AbstractIncomingMessage:
+    """A message that expires sooner."""
     message.headers[EXPIRES_AT] -= age // timedelta(microseconds=1)  # type: ignore[operator]
-    await bring_back(channel, message, exchange)
+    return message

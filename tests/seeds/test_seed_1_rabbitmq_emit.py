@@ -21,7 +21,7 @@ from outbox import IMMEDIATELY, NEVER, Listener, Message, Outbox, listen
 from outbox.core.events import CleanedUp, Handled, Relayed
 from tests.seeds.databases import on_both_stores, on_sqlite
 from tests.seeds.observing import Recorder, arrival, eventually, routing_keys
-from tests.seeds.queues import EXPIRES_AT, is_empty, make_older, taken
+from tests.seeds.queues import EXPIRES_AT, bring_back, is_empty, make_older, older, taken
 
 JOHN = {"id": 123, "username": "johndoe"}
 MakeOutbox = Callable[..., Outbox]
@@ -168,7 +168,11 @@ async def test_an_expiration_of_setup_and_one_of_emit_end_in_the_queue(
             await outbox.emit(session, "user.long", JOHN, expiration=7200)
         await recorder.wait_for(Relayed, 2)
     for _ in range(2):
-        await make_older(channel, "users", timedelta(hours=1.5), exchange="outbox")
+        message = await taken(channel, "users")
+        longest = {"user.short": 3600, "user.long": 7200}[message.routing_key or ""]
+        assert isinstance(message.expiration, float)  # seconds: what is left, as RabbitMQ counts it
+        assert longest - 600 < message.expiration <= longest
+        await bring_back(channel, older(message, timedelta(hours=1.5)), exchange="outbox")
     async with outbox.running(listeners=[users]):
         letter = await taken(channel, "users.dlq")
         assert await arrival(arrivals) == ("user.long", JOHN)

@@ -8,6 +8,7 @@ worker writes dead letters itself, with reason, error and attempts.
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Callable
 from itertools import accumulate
@@ -133,7 +134,9 @@ async def test_a_retry_waits_in_its_delay_queue_with_all_that_it_needs_to_come_b
     async with rabbitmq_outbox.running(relay=True, listeners=[process_order]):
         with tracking() as entry_point:
             async with rabbitmq_outbox.transaction() as session:
-                emitted = await rabbitmq_outbox.emit(session, "order.process", ORDER, headers={"tenant": "a"})
+                emitted = await rabbitmq_outbox.emit(
+                    session, "order.process", ORDER, headers={"tenant": "a"}, expiration=3600
+                )
         assert emitted is not None
         for number, delay_queue in ((1, "outbox.delay_300s"), (2, "outbox.delay_600s")):
             assert await arrival(arrivals) == (number, (*entry_point, emitted.id))
@@ -146,6 +149,9 @@ async def test_a_retry_waits_in_its_delay_queue_with_all_that_it_needs_to_come_b
             headers = waiting.headers
             assert (headers["outbox-attempt"], headers["outbox-routing-key"]) == (number + 1, "order.process")
             assert headers["outbox-tracking-ids"] == [*entry_point, emitted.id]
+            assert headers["x-original-routing-key"] == "order.process"
+            assert json.loads(str(headers["x-outbox-tracking-ids"])) == [*entry_point, emitted.id]
+            assert waiting.expiration is None  # it would cut the delay short: the worker knows the deadline
             assert headers["tenant"] == "a"
             assert str(headers["outbox-history"]).count("\n") == number
             assert "x-death" not in headers
@@ -176,6 +182,31 @@ async def test_the_brokers_own_count_of_deliveries_is_no_count_of_attempts(
     async with outbox.running(listeners=[process_order]):
         assert await arrival(arrivals) == (1, True)
         assert await arrival(arrivals) == (2, False)
+
+
+@on_sqlite
+async def test_messages_are_exchanged_with_services_of_the_seeds_library(
+    rabbitmq_outbox: Outbox, arrivals: Arrivals, channel: AbstractChannel
+) -> None:
+    @listen("order.*", queue="ours")
+    async def ours(order: object, routing_key: str, tracking_ids: tuple[str, ...]) -> None:
+        arrivals.put_nowait((order, routing_key, tracking_ids))
+
+    async with rabbitmq_outbox.running(relay=True, listeners=[ours]):
+        theirs = await channel.declare_queue("theirs", durable=True)
+        await theirs.bind("outbox", "order.*")
+        async with rabbitmq_outbox.transaction() as session:
+            sent = await rabbitmq_outbox.emit(session, "order.process", ORDER)
+        assert sent is not None
+        assert await arrival(arrivals) == (ORDER, "order.process", (sent.id,))
+        received = await taken(channel, "theirs")
+        assert json.loads(received.body) == ORDER
+        assert json.loads(str(received.headers["x-outbox-tracking-ids"])) == [sent.id]
+        exchange = await channel.get_exchange("outbox")
+        headers: Any = {"x-outbox-tracking-ids": json.dumps(["uuid1", "uuid2"])}
+        answer = aio_pika.Message(received.body, headers=headers, message_id="m", content_type="application/json")
+        await exchange.publish(answer, "order.answer")
+        assert await arrival(arrivals) == (ORDER, "order.answer", ("uuid1", "uuid2", "m"))
 
 
 # 6. Special cases

@@ -70,7 +70,10 @@ BEYOND: list[Any] = [
     pytest.param({"headers": {"a": "x\r\ny: z"}}, HeaderInvalid, id="a line break in a header's value"),
     *(
         pytest.param({"headers": {name: "x"}}, HeaderInvalid, id=f"the reserved name {name}")
-        for name in ("CC", "BCC", "outbox-attempt", "x-opt-mine", "x-death", "x-first-death-queue")
+        for name in (
+            *("CC", "BCC", "outbox-attempt", "x-opt-mine", "x-death", "x-first-death-queue"),
+            *("x-outbox-tracking-ids", "x-original-routing-key"),
+        )
     ),
     pytest.param({"routing_key": "k" * 256}, RoutingKeyInvalid, id="a routing key of 256 bytes"),
     pytest.param({"routing_key": "é" * 128}, RoutingKeyInvalid, id="a routing key is counted in bytes"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
@@ -17,6 +18,7 @@ from outbox.core.attempt import Attempt, Dead, Reason
 from outbox.core.errors import Undecodable
 from outbox.core.message import Message
 from outbox.transports.rabbitmq.channels import Incoming
+from outbox.transports.rabbitmq.letters import read
 from outbox.transports.rabbitmq.properties import (
     ATTEMPT,
     LONGEST_HISTORY,
@@ -24,9 +26,10 @@ from outbox.transports.rabbitmq.properties import (
     Envelope,
     Unsendable,
     after_failure,
-    encoded,
     of_dead_letter,
 )
+from outbox.transports.rabbitmq.sending import encoded
+from outbox.transports.rabbitmq.topology import LONGEST_DELAY
 
 NAMES = st.text("abcdefgXYZ-_.019", min_size=1, max_size=40).filter(
     lambda name: not name.startswith(("outbox-", "x-")) and name not in ("CC", "BCC")
@@ -72,7 +75,32 @@ def test_others_read_what_is_written(message: Message) -> None:
     assert (properties.message_id, properties.content_type) == (message.id, message.content_type)
     assert properties.delivery_mode == 2
     assert properties.timestamp == message.created_at.replace(microsecond=0)
-    assert {**(properties.headers or {})}.items() >= dict(message.headers).items()
+    headers: dict[str, Any] = {**(properties.headers or {})}
+    assert headers.items() >= dict(message.headers).items()
+    assert json.loads(headers["x-outbox-tracking-ids"]) == list(message.tracking_ids)
+    assert headers.get("outbox-tracking-ids", [message.id]) == list(message.tracking_ids)
+
+
+def test_a_message_that_expires_has_a_time_to_live_until_then_and_not_less() -> None:
+    for number in range(20):
+        expires_at = datetime.now(UTC) + timedelta(seconds=5, microseconds=37 * number)
+        properties = as_pamqp_reads(encoded(Message(routing_key="k", body=b"", expires_at=expires_at)))
+        time_to_live = timedelta(milliseconds=int(properties.expiration or ""))
+        assert time_to_live <= timedelta(seconds=5.1)
+        assert datetime.now(UTC) + time_to_live >= expires_at
+
+
+@pytest.mark.parametrize(
+    ("left", "time_to_live"),
+    [
+        (None, None),
+        (timedelta(seconds=-5), "0"),
+        (LONGEST_DELAY + timedelta(minutes=1), None),  # more than the broker takes: the worker knows when it is over
+    ],
+)
+def test_a_time_to_live_is_one_that_the_broker_takes_or_none(left: timedelta | None, time_to_live: str | None) -> None:
+    message = Message(routing_key="k", body=b"", expires_at=None if left is None else datetime.now(UTC) + left)
+    assert as_pamqp_reads(encoded(message)).expiration == time_to_live
 
 
 @given(MESSAGES)
@@ -114,7 +142,7 @@ def test_what_other_publishers_wrote_is_carried_on_and_what_the_broker_wrote_is_
     envelope = Envelope.read(original)
     message = envelope.message("some.key", b"body")
     copy = as_pamqp_reads(envelope.carried_on("some.key", message, {}))
-    assert copy.headers == {**odd, "outbox-routing-key": "some.key"}
+    assert copy.headers == {**odd, "outbox-routing-key": "some.key", "x-original-routing-key": "some.key"}
     assert (copy.correlation_id, copy.reply_to, copy.message_type, copy.app_id) == ("c", "r", "t", "a")
     assert (copy.priority, copy.content_encoding, copy.delivery_mode) == (4, "gzip", 2)
     assert (copy.user_id, copy.expiration) == (None, None)
@@ -151,6 +179,12 @@ def test_returns_are_counted_by_the_broker_whatever_it_calls_them() -> None:
         {"outbox-tracking-ids": "one"},
         {"outbox-tracking-ids": [1]},
         {"outbox-routing-key": ["a"]},
+        {"x-outbox-tracking-ids": "one"},
+        {"x-outbox-tracking-ids": '"one"'},
+        {"x-outbox-tracking-ids": "[1]"},
+        {"x-outbox-tracking-ids": "[" * 100_000},
+        {"x-outbox-tracking-ids": 1},
+        {"x-original-routing-key": 1},
     ],
 )
 def test_a_header_of_ours_with_a_strange_value_is_undecodable(headers: dict[str, Any]) -> None:
@@ -158,6 +192,32 @@ def test_a_header_of_ours_with_a_strange_value_is_undecodable(headers: dict[str,
     with pytest.raises(Undecodable, match=next(iter(headers))):
         envelope.message("k", b"")
         envelope.attempt_count, envelope.crashes  # noqa: B018
+
+
+@pytest.mark.parametrize("ids", ['["first", "caus\\u00e9"]', ["first", "causé"]], ids=["text", "list"])
+def test_tracking_ids_of_the_other_library_are_read_and_carried_on_under_both_names(ids: Any) -> None:
+    properties = written(headers={"x-outbox-tracking-ids": ids}, message_id="this")
+    first = Envelope.read(properties)
+    message = first.message("k", b"")
+    assert (message.tracking_ids, message.headers) == (("first", "causé", "this"), {})
+    copy = first.carried_on("k", message, {})
+    headers: Any = as_pamqp_reads(copy).headers
+    assert headers["outbox-tracking-ids"] == json.loads(headers["x-outbox-tracking-ids"]) == ["first", "causé", "this"]
+    assert Envelope.read(copy).message("q", b"").tracking_ids == message.tracking_ids
+
+
+def test_of_two_lists_of_tracking_ids_ours_counts_and_an_empty_one_says_nothing() -> None:
+    both = {"outbox-tracking-ids": ["a"], "x-outbox-tracking-ids": '["b"]'}
+    assert Envelope.read(written(headers=both, message_id="m")).message("k", b"").tracking_ids == ("a", "m")
+    empty = written(headers={"x-outbox-tracking-ids": "[]"}, message_id="m")
+    assert Envelope.read(empty).message("k", b"").tracking_ids == ("m",)
+
+
+def test_rows_with_headers_that_were_not_reserved_then_are_sent_without_them() -> None:
+    old = Message(routing_key="k", body=b"", headers={"x-outbox-tracking-ids": "mine", "x-original-routing-key": "a"})
+    headers: Any = as_pamqp_reads(encoded(old)).headers
+    assert json.loads(headers["x-outbox-tracking-ids"]) == [old.id]
+    assert "x-original-routing-key" not in headers
 
 
 @given(st.binary(max_size=60))
@@ -223,6 +283,7 @@ def test_a_dead_letter_that_comes_back_has_all_its_attempts_before_it_and_no_exp
 
 PRIVATE = {
     "outbox-routing-key": "payments.refund",
+    "x-original-routing-key": "payments.refund",
     "outbox-attempt": 7,
     "outbox-crashes": 0,
     "outbox-on-trial": True,
@@ -246,7 +307,7 @@ def test_what_a_stranger_says_of_a_messages_past_is_ignored_and_not_carried_on()
     assert not envelope.on_trial
     assert not envelope.is_dead_letter
     copy = as_pamqp_reads(envelope.carried_on("some.key", message, {})).headers
-    assert copy == {"color": "red", "outbox-routing-key": "some.key"}
+    assert copy == {"color": "red", "outbox-routing-key": "some.key", "x-original-routing-key": "some.key"}
 
 
 def test_what_came_by_the_default_exchange_is_believed() -> None:
@@ -255,6 +316,8 @@ def test_what_came_by_the_default_exchange_is_believed() -> None:
     assert (envelope.attempt_count, envelope.crashes, envelope.history) == (7, 0, "forged")
     assert envelope.on_trial
     assert envelope.is_dead_letter
+    of_the_other_library = delivered("", **{"x-original-routing-key": "order.process"})
+    assert of_the_other_library.message("the.queue", b"").routing_key == "order.process"
 
 
 def test_returns_count_only_where_the_broker_says_that_there_was_one() -> None:
@@ -273,3 +336,20 @@ def test_a_count_that_has_reached_its_bound_stays_there_and_is_read_again() -> N
     envelope = Envelope.read(encoded(message))
     headers = after_failure(Attempt(message, MOST_COUNTED), envelope, "boom")
     assert Envelope.read(envelope.carried_on("k", message, headers)).attempt_count == MOST_COUNTED
+
+
+def test_a_letter_that_is_replayed_without_its_history_begins_anew_all_the_same() -> None:
+    large = {f"h{number:03}": "v" * 990 for number in range(115)}
+    expired = {
+        "outbox-attempt": 3,
+        "outbox-expires-at": 1,
+        "outbox-history": "line\n" * 3_270,
+        "outbox-reason": "expired",
+    }
+    properties = written(headers={**large, **expired}, message_id="m")
+    letter = read("q", "q", Incoming(1, False, "", "q", "", properties, b""), 1000)
+    assert letter.dead.attempt_count == 3
+    revived = Envelope.read(letter.revived() or b"")
+    message = revived.message("q", b"")
+    assert (message.expires_at, revived.attempt_count, revived.history) == (None, 1, "")
+    assert message.headers == large

@@ -30,7 +30,7 @@ from outbox.transports.rabbitmq.confirms import Answer, Outgoing
 from outbox.transports.rabbitmq.dead_letters import RENEWED_AFTER
 from outbox.transports.rabbitmq.frames import FrameWire
 from outbox.transports.rabbitmq.management import management_url_of
-from outbox.transports.rabbitmq.topology import Names
+from outbox.transports.rabbitmq.topology import LONGEST_DELAY, Names
 from tests.broker import VirtualHost
 
 from .amqp import channel_to, has_rejected
@@ -241,6 +241,28 @@ async def _has_given_back(channel: AbstractChannel) -> bool:
 async def _so_many(transport: RabbitmqTransport, count: int) -> list[DeadLetter]:
     letters = await transport.dead_letters.list()
     return letters if len(letters) == count else []
+
+
+async def test_what_expires_in_its_queue_is_a_dead_letter_though_no_worker_takes_it(
+    transport: RabbitmqTransport,
+) -> None:
+    soon, later = datetime.now(UTC) + timedelta(seconds=0.3), datetime.now(UTC) + LONGEST_DELAY
+    expiring = Message(routing_key="order.created", body=b"1", headers={"a": "b"}, key="k", expires_at=soon)
+    behind = [
+        Message(routing_key="order.created", body=b"", expires_at=expires_at)
+        for expires_at in (later, later + timedelta(days=1), None)  # none of them stops the others
+    ]
+    published = await transport.publish([expiring, *behind])
+    assert published.confirmed == {message.id for message in (expiring, *behind)}
+    async with asyncio.timeout(30):
+        [letter] = await until(lambda: _so_many(transport, 1))
+    assert datetime.now(UTC) >= soon
+    assert (letter.message, letter.queue, letter.reason) == (expiring, "q", Reason.EXPIRED)
+    assert "expired" in letter.error
+    assert await transport.dead_letters.replay([letter.id]) == 1
+    found = {message.id: message for message in await emptied(transport, count=4)}
+    assert found.keys() == {message.id for message in (expiring, *behind)}
+    assert found[expiring.id].expires_at is None
 
 
 async def test_what_a_stranger_put_there_is_listed_the_same_at_every_look_and_can_be_replayed(

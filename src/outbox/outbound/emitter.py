@@ -147,7 +147,8 @@ def _check_names(headers: Mapping[str, str]) -> None:
         if is_reserved(name):
             raise HeaderInvalid(
                 f"header name {name!r} has a meaning of its own: CC, BCC and what begins with outbox- or x-opt- is "
-                "reserved, and so is what RabbitMQ writes itself; give yours another name"
+                "reserved, and so are x-outbox-tracking-ids, x-original-routing-key and what RabbitMQ writes itself; "
+                "give yours another name"
             )
     if SOURCE in headers:
         check_uri_reference(headers[SOURCE], "source", HeaderInvalid)

@@ -30,10 +30,11 @@ from outbox.transports.rabbitmq.frames import FrameWire
 from outbox.transports.rabbitmq.link import Connect, Link, refusal
 from outbox.transports.rabbitmq.management import ManagementAway, dead_letter_queues
 from outbox.transports.rabbitmq.plain import PlainWire
-from outbox.transports.rabbitmq.properties import LARGEST_PROPERTIES, Unsendable, encoded
+from outbox.transports.rabbitmq.properties import LARGEST_PROPERTIES, Unsendable
 from outbox.transports.rabbitmq.publishing import ANSWER_WITHIN, Publishing, Result
 from outbox.transports.rabbitmq.quieting import supervised
 from outbox.transports.rabbitmq.returning import taking_messages
+from outbox.transports.rabbitmq.sending import encoded
 from outbox.transports.rabbitmq.suspects import Suspects
 from outbox.transports.rabbitmq.topology import Names, Topology
 from outbox.transports.rabbitmq.watching import Watch

@@ -23,7 +23,6 @@ from outbox.transports.rabbitmq.properties import (
     CRASHES,
     CREATED_AT,
     DIED_AT,
-    DUE_AT,
     ERROR,
     HISTORY,
     LARGEST_CARRIED,
@@ -70,8 +69,8 @@ class Letter:
         """
         if self.envelope is None:
             return None
-        message = self.dead.message
-        for headers in (of_replay(self.envelope), {HISTORY: None, DUE_AT: microseconds(datetime.now(UTC))}):
+        message, beginning = self.dead.message, of_replay(self.envelope)
+        for headers in (beginning, {**beginning, HISTORY: None}):
             with suppress(Unsendable):
                 properties = self.envelope.carried_on(message.routing_key, message, headers)
                 if len(properties) <= LARGEST_PROPERTIES:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
-from functools import lru_cache
 from struct import error
 from typing import Any
 
@@ -18,14 +17,20 @@ from outbox.core.attempt import Attempt, Dead
 from outbox.core.binding import LONGEST_KEY
 from outbox.core.dead_letter import clean
 from outbox.core.errors import Undecodable
-from outbox.core.headers import OURS, REROUTING, is_brokers, is_reserved
+from outbox.core.headers import (
+    ALSO_ROUTING_KEY,
+    ALSO_TRACKING_IDS,
+    REROUTING,
+    is_brokers,
+    is_ours,
+    is_reserved,
+)
 from outbox.core.message import BYTES, Message
 from outbox.core.tracking import kept, new_id
 from outbox.transports.rabbitmq.channels import Incoming
 from outbox.transports.rabbitmq.tables import (
     LONG,
     LONG_LONG,
-    OUR_FLAGS,
     PROPERTIES,
     SHORT,
     Table,
@@ -33,8 +38,8 @@ from outbox.transports.rabbitmq.tables import (
     split_table,
     value_of,
 )
+from outbox.transports.rabbitmq.tracking import TRACKING_IDS, as_text, from_text
 
-TRACKING_IDS = "outbox-tracking-ids"
 KEY = "outbox-key"
 CREATED_AT = "outbox-created-at"  # this and the next three in microseconds since 1970
 DUE_AT = "outbox-due-at"
@@ -58,12 +63,12 @@ LARGEST_CARRIED = 96 * 1024  # bytes of others' headers that surely fit into a f
 _OF_THIS_COPY = (ON_TRIAL, QUEUE, REASON, ERROR, DIED_AT)
 _OF_THIS_LIFE = (*_OF_THIS_COPY, ATTEMPT, CRASHES, EXPIRES_AT)
 # What a message says of its own past. It is believed only where this library wrote it: see `Envelope.of`.
-_PRIVATE = frozenset((*_OF_THIS_COPY, ROUTING_KEY, ATTEMPT, CRASHES, HISTORY))
+_PRIVATE = frozenset((*_OF_THIS_COPY, ROUTING_KEY, ALSO_ROUTING_KEY, ATTEMPT, CRASHES, HISTORY))
 _COUNTS = frozenset(("x-delivery-count", "x-acquired-count"))  # by version
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)
-_PERSISTENT = b"\x02"
+PERSISTENT = b"\x02"
 
 # A user id must be that of the connection, and a time to live would cut a delay short: neither is carried on.
 _NOT_CARRIED_ON = ("user_id", "cluster_id", "expiration")
@@ -73,75 +78,20 @@ class Unsendable(Exception):
     """A message that no broker could take as it is."""
 
 
-# To the broker.
-
-
-def encoded(message: Message) -> bytes:
-    """A fresh message's properties; raises Unsendable."""
-    created_at = microseconds(message.created_at)
-    tracking_ids = message.tracking_ids
-    try:
-        entries = _CREATED_AT_NAME + LONG_LONG.pack(created_at)
-        if len(tracking_ids) > 1:
-            entries += _entry(TRACKING_IDS, list(tracking_ids))
-        if message.key is not None:
-            entries += _entry(KEY, message.key)
-        if message.due_at is not None:
-            entries += _entry(DUE_AT, microseconds(message.due_at))
-        if message.expires_at is not None:
-            entries += _entry(EXPIRES_AT, microseconds(message.expires_at))
-        if message.headers:
-            entries += _user_entries(tuple(message.headers.items()))
-        return b"".join(
-            (
-                OUR_FLAGS,
-                _content_type(message.content_type),
-                LONG.pack(len(entries)),
-                entries,
-                _PERSISTENT,
-                encode.short_string(tracking_ids[-1]),
-                LONG_LONG.pack(created_at // 1_000_000),
-            )
-        )
-    except (TypeError, ValueError, error) as cause:
-        raise Unsendable(f"it cannot be written as AMQP: {cause}") from cause
-
-
-@lru_cache(maxsize=256)
-def _content_type(text: str) -> bytes:
-    return encode.short_string(text)
-
-
-@lru_cache(maxsize=1024)
-def _user_entries(headers: tuple[tuple[str, str], ...]) -> bytes:
-    for name, _ in headers:
-        if is_reserved(name):
-            raise Unsendable(f"the header {name!r} has a meaning of its own on RabbitMQ: give yours another name")
-    return b"".join(_entry(name, value) for name, value in headers)
-
-
-def _entry(name: str, value: Any) -> bytes:
-    return encode.short_string(name) + encode.encode_table_value(value)
-
-
-_CREATED_AT_NAME = encode.short_string(CREATED_AT) + b"l"
-
-
 def microseconds(moment: datetime) -> int:
     return (moment - _EPOCH) // _MICROSECOND
-
-
-# From the broker.
 
 
 class Envelope:
     """A delivered message's properties, read only as far as they are needed."""
 
-    __slots__ = ("headers", "properties")
+    __slots__ = ("headers", "is_fresh", "properties")
 
     def __init__(self, properties: Table, headers: Table) -> None:
         self.properties = properties
         self.headers = headers
+        # Whether it carries nothing but when it was made, and its own id: most messages do, at their first attempt.
+        self.is_fresh = CREATED_AT in headers and (len(headers) == 1 or (len(headers) == 2 and self._is_the_first))
 
     @classmethod
     def read(cls, data: bytes) -> Envelope:
@@ -178,11 +128,6 @@ class Envelope:
         envelope.forget(_PRIVATE)
         return envelope
 
-    @property
-    def is_fresh(self) -> bool:
-        """Whether it carries nothing but when it was made: most messages do, at their first attempt."""
-        return len(self.headers) == 1 and CREATED_AT in self.headers
-
     def message(self, routing_key: str, body: bytes) -> Message:
         """The message as it was emitted, or what comes closest to one; raises Undecodable."""
         message_id = self._id() or new_id()
@@ -198,7 +143,7 @@ class Envelope:
             )
         self.own(HISTORY, str)  # here, where what cannot be read is noticed
         return Message(
-            routing_key=self.own(ROUTING_KEY, str) or routing_key,
+            routing_key=self.own(ROUTING_KEY, str) or self.own(ALSO_ROUTING_KEY, str) or routing_key,
             body=body,
             content_type=content_type,
             headers=self._user_headers(),
@@ -258,14 +203,15 @@ class Envelope:
     @property
     def carried_size(self) -> int:
         """Bytes of what others wrote, in a copy."""
-        others = sum(len(name) + len(raw) for name, raw in self.carried.items() if not name.startswith(OURS))
+        others = sum(len(name) + len(raw) for name, raw in self.carried.items() if not is_ours(name))
         return others + sum(len(raw) for raw in self.properties.values())
 
     def _carried_on(self, routing_key: str, message: Message, more: Mapping[str, object]) -> bytes:
         headers = self.carried
-        if TRACKING_IDS in headers:  # some may have been left out
-            more = {TRACKING_IDS: list(message.tracking_ids), **more}
-        for name, value in {ROUTING_KEY: routing_key, **more}.items():
+        own: dict[str, object] = {ROUTING_KEY: routing_key, ALSO_ROUTING_KEY: routing_key}
+        if len(message.tracking_ids) > 1:  # some may have been left out
+            own |= {TRACKING_IDS: list(message.tracking_ids), ALSO_TRACKING_IDS: as_text(message.tracking_ids)}
+        for name, value in {**own, **more}.items():
             if value is None:
                 headers.pop(name, None)
             else:
@@ -273,7 +219,7 @@ class Envelope:
         table = b"".join(_name(name) + raw for name, raw in headers.items())
         properties = {name: raw for name, raw in self.properties.items() if name not in _NOT_CARRIED_ON}
         properties["headers"] = LONG.pack(len(table)) + table
-        properties["delivery_mode"] = _PERSISTENT
+        properties["delivery_mode"] = PERSISTENT
         if not self.text("message_id"):
             properties["message_id"] = encode.short_string(message.id)
         flags = sum(bit for name, bit in PROPERTIES if name in properties)
@@ -310,7 +256,12 @@ class Envelope:
 
     def without_ours(self) -> Envelope:
         """The same without our own headers, if they are not what they should be."""
-        return Envelope(self.properties, {name: raw for name, raw in self.headers.items() if not name.startswith(OURS)})
+        return Envelope(self.properties, {name: raw for name, raw in self.headers.items() if not is_ours(name)})
+
+    @property
+    def _is_the_first(self) -> bool:
+        """Whether its only tracking id is its own, written as `sending.py` does."""
+        return self.headers.get(ALSO_TRACKING_IDS, b"")[5:] == b'["%s"]' % self.properties.get("message_id", b"")[1:]
 
     def _id(self) -> str | None:
         message_id = self.text("message_id")
@@ -321,14 +272,17 @@ class Envelope:
         return None if key is None else _fitting(key, KEY)
 
     def _tracking_ids(self, message_id: str) -> tuple[str, ...]:
-        ids = self.own(TRACKING_IDS, list) or [message_id]
+        name, ids = TRACKING_IDS, self.own(TRACKING_IDS, list)
+        if ids is None and ALSO_TRACKING_IDS in self.headers:
+            name, ids = ALSO_TRACKING_IDS, from_text(self.value(ALSO_TRACKING_IDS))
+        ids = ids or [message_id]
         if ids[-1] != message_id:
             ids.append(message_id)
         ids = kept(tuple(ids))
         for each in ids:
             if not isinstance(each, str):
-                raise Undecodable(f"its header {TRACKING_IDS} is no list of texts")
-            _fitting(each, TRACKING_IDS)
+                raise Undecodable(f"its header {name} is no list of texts")
+            _fitting(each, name)
         return ids
 
     def _count(self, name: str) -> int | None:

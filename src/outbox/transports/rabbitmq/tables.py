@@ -29,6 +29,7 @@ PROPERTIES = (
     ("cluster_id", 1 << 2),
 )
 OUR_FLAGS = SHORT.pack(1 << 15 | 1 << 13 | 1 << 12 | 1 << 7 | 1 << 6)  # of the properties that our messages have
+EXPIRING_FLAGS = SHORT.pack(1 << 15 | 1 << 13 | 1 << 12 | 1 << 8 | 1 << 7 | 1 << 6)  # of those with a time to live
 
 _SIZES = {"delivery_mode": 1, "priority": 1, "timestamp": 8}
 _FIXED_SIZES = {
