@@ -132,8 +132,8 @@ class Call:
         elif limit is not None:
             async with asyncio.timeout(limit.total_seconds()):
                 await self._awaited(values)
-        else:
-            await self._awaited(values)
+        elif (returned := await self.arguments.call(self._callback, values)) is not None:
+            await self._run_to_its_end(returned)
 
     async def _in_transaction(self, delivery: Delivery) -> None:
         message = delivery.attempt.message
@@ -155,8 +155,11 @@ class Call:
 
     async def _awaited(self, values: Any, session: object = None) -> None:
         returned = await self.arguments.call(self._callback, values, session)
-        if returned is None:
-            return
+        if returned is not None:
+            await self._run_to_its_end(returned)
+
+    async def _run_to_its_end(self, returned: object) -> None:
+        """What a listener left to be awaited, if that is possible here."""
         if inspect.isawaitable(returned):  # a task, or what `gather` makes
             returned = await returned
         what = not_run(returned)

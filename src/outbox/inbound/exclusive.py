@@ -43,7 +43,8 @@ class Exclusive:
     def end(self) -> None:
         """It has ended."""
         self._running -= 1
-        self._ended.set()
+        if self.is_kept:
+            self._ended.set()
 
     def stop(self) -> None:
         """Begin nothing more."""

@@ -164,7 +164,8 @@ class Worker:
             self._observe(Troubled(f"handling of {run.delivery.attempt.message.id}", error, timedelta(0)))
         finally:
             self._exclusive.end()
-            self._over(run)
+            self._running.discard(run)
+            run.slots.release(run.delivery)
 
     async def _run_alone(self, run: _Run, handle: Handle, delivery: Isolable, refusal: Exception | None) -> None:
         """The run that could end as `crashed` has the process to itself, until its outcome is written."""
@@ -179,11 +180,8 @@ class Worker:
             self._observe(Troubled(f"isolated run of {run.delivery.attempt.message.id}", error, timedelta(0)))
         finally:
             (started or delivery).settle(Released(pause or NO_DELAY))  # unless it has an end
-            self._over(run)
-
-    def _over(self, run: _Run) -> None:
-        self._running.discard(run)
-        run.slots.release(run.delivery)
+            self._running.discard(run)
+            run.slots.release(run.delivery)
 
     async def _watch(self) -> None:
         """Say once of each listener that it runs for very long: the next thing it meets is a broker's own limit."""
