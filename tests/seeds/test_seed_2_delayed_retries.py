@@ -17,6 +17,7 @@ from typing import Any
 import aio_pika
 import pytest
 from aio_pika.abc import AbstractChannel
+from sqlalchemy.ext.asyncio import AsyncSession
 
 from outbox import NEVER, Outbox, Reject, listen, tracking
 from outbox.core.attempt import Dead, Done, RetryIn
@@ -186,27 +187,37 @@ async def test_the_brokers_own_count_of_deliveries_is_no_count_of_attempts(
 
 @on_sqlite
 async def test_messages_are_exchanged_with_services_of_the_seeds_library(
-    rabbitmq_outbox: Outbox, arrivals: Arrivals, channel: AbstractChannel
+    make_rabbitmq_outbox: MakeOutbox, arrivals: Arrivals, channel: AbstractChannel
 ) -> None:
-    @listen("order.*", queue="ours")
-    async def ours(order: object, routing_key: str, tracking_ids: tuple[str, ...]) -> None:
+    @listen("order.*", queue="ours", retry_delays=(10,))
+    async def ours(order: object, routing_key: str, session: AsyncSession, tracking_ids: tuple[str, ...]) -> None:
         arrivals.put_nowait((order, routing_key, tracking_ids))
 
-    async with rabbitmq_outbox.running(relay=True, listeners=[ours]):
-        theirs = await channel.declare_queue("theirs", durable=True)
-        await theirs.bind("outbox", "order.*")
-        async with rabbitmq_outbox.transaction() as session:
-            sent = await rabbitmq_outbox.emit(session, "order.process", ORDER)
+    outbox = make_rabbitmq_outbox(exchange_name="shop")
+    exchange = await channel.declare_exchange("outbox", aio_pika.ExchangeType.TOPIC, durable=True)
+    theirs = await channel.declare_queue("theirs", durable=True)
+    await theirs.bind(exchange, "order.*")
+    delays = {"x-message-ttl": 10_000, "x-dead-letter-exchange": "outbox", "x-queue-type": "quorum"}
+    await channel.declare_queue("outbox.delay_10s", durable=True, arguments=delays)
+    async with outbox.running(relay=True, listeners=[ours]):
+        shop = await channel.get_exchange("shop")
+        await exchange.bind(shop, "#")
+        await shop.bind(exchange, "#")
+        async with outbox.transaction() as session:
+            sent = await outbox.emit(session, "order.process", ORDER)
         assert sent is not None
         assert await arrival(arrivals) == (ORDER, "order.process", (sent.id,))
         received = await taken(channel, "theirs")
         assert json.loads(received.body) == ORDER
         assert json.loads(str(received.headers["x-outbox-tracking-ids"])) == [sent.id]
-        exchange = await channel.get_exchange("outbox")
-        headers: Any = {"x-outbox-tracking-ids": json.dumps(["uuid1", "uuid2"])}
-        answer = aio_pika.Message(received.body, headers=headers, message_id="m", content_type="application/json")
-        await exchange.publish(answer, "order.answer")
-        assert await arrival(arrivals) == (ORDER, "order.answer", ("uuid1", "uuid2", "m"))
+        for ids in (["uuid1", "uuid2"], ["uuid1", "uuid2"], ["uuid1", "uuid3"]):  # one comes again
+            headers: Any = {"x-outbox-tracking-ids": json.dumps(ids)}
+            answer = aio_pika.Message(received.body, headers=headers, content_type="application/json")
+            await exchange.publish(answer, "order.answer")
+        came = [await arrival(arrivals), await arrival(arrivals)]
+    assert sorted(ids for _, _, ids in came) == [("uuid1", "uuid2"), ("uuid1", "uuid3")]
+    assert {routing_key for _, routing_key, _ in came} == {"order.answer"}
+    assert arrivals.empty()
 
 
 # 6. Special cases

@@ -220,7 +220,7 @@ class Envelope:
         properties = {name: raw for name, raw in self.properties.items() if name not in _NOT_CARRIED_ON}
         properties["headers"] = LONG.pack(len(table)) + table
         properties["delivery_mode"] = PERSISTENT
-        if not self.text("message_id"):
+        if self.text("message_id") != message.id:
             properties["message_id"] = encode.short_string(message.id)
         flags = sum(bit for name, bit in PROPERTIES if name in properties)
         return SHORT.pack(flags) + b"".join(properties[name] for name, _ in PROPERTIES if name in properties)
@@ -274,9 +274,11 @@ class Envelope:
     def _tracking_ids(self, message_id: str) -> tuple[str, ...]:
         name, ids = TRACKING_IDS, self.own(TRACKING_IDS, list)
         if ids is None and ALSO_TRACKING_IDS in self.headers:
-            name, ids = ALSO_TRACKING_IDS, from_text(self.value(ALSO_TRACKING_IDS))
-        ids = ids or [message_id]
-        if ids[-1] != message_id:
+            # Of the other library the last one is the message's own: its message ids are new in every copy.
+            name, ids = ALSO_TRACKING_IDS, from_text(self.value(ALSO_TRACKING_IDS)) or [message_id]
+        elif not ids:
+            ids = [message_id]
+        elif ids[-1] != message_id:
             ids.append(message_id)
         ids = kept(tuple(ids))
         for each in ids:
