@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import logging
 import re
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 from aiormq import spec
 
 from outbox import Listener, Message, Outbox
-from outbox.cli.logs import FORMAT, PrintableFormatter
+from outbox.cli.logs import FORMAT, JsonFormatter, PrintableFormatter
 from outbox.core.attempt import Attempt, Dead, Reason, RetryIn
 from outbox.core.durations import NO_DELAY
 from outbox.core.events import CircuitOpened, Handled, Unroutable
@@ -107,6 +108,29 @@ def test_a_record_of_the_library_is_one_line_whoever_formats_it(log: io.StringIO
         LoggingObserver()(event)
     assert len(log.getvalue().splitlines()) == len(events)
     assert_harmless(log.getvalue())
+
+
+@pytest.mark.parametrize("character", CHARACTERS.values(), ids=list(CHARACTERS))
+def test_a_record_as_json_is_one_line_with_its_ids_as_fields_all_of_them_escaped(
+    caplog: pytest.LogCaptureFixture, character: str
+) -> None:
+    text = hostile(1, character)
+    attempt = Attempt(Message(routing_key=text, body=b"", tracking_ids=(text,)), 3)
+    with caplog.at_level(logging.INFO, logger="outbox"):
+        LoggingObserver()(Handled(text, attempt, Dead(Reason.REJECTED, text), NO_DELAY))
+        logging.getLogger("outbox").warning("%s", text, extra={"order": text, text: float("nan"), "level": "forged"})
+    first, second = [JsonFormatter().format(record) for record in caplog.records]
+    found, others = json.loads(first), json.loads(second)
+    assert first.isprintable() and second.isprintable()
+    assert (found["event"], found["message_id"], found["routing_key"], found["queue"]) == (
+        "handled",
+        printable(text),
+        printable(text),
+        printable(text),
+    )
+    assert (found["level"], found["logger"], found["attempt"], found["reason"]) == ("WARNING", "outbox", 3, "rejected")
+    assert (others["level"], others["order"], others[printable(text)]) == ("WARNING", printable(text), "nan")
+    assert all(value.isprintable() for value in [*found.values(), *others.values()] if isinstance(value, str))
 
 
 def test_a_traceback_on_stderr_is_indented_and_a_message_of_several_lines_is_one() -> None:

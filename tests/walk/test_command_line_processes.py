@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import signal
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -57,6 +59,26 @@ async def test_a_listener_that_outlasts_the_grace_is_abandoned_and_the_process_e
         _, log = await asyncio.to_thread(worker.communicate, timeout=SOON)
     assert worker.returncode == ExitCode.ABANDONED, log
     assert "WARNING outbox:" in log
+
+
+async def test_a_worker_and_a_relay_log_in_json_with_ids_as_fields(
+    sqlite_application: Command, sqlite_outbox: Outbox
+) -> None:
+    outbox = sqlite_outbox
+    async with outbox.transaction() as session:
+        message = await outbox.emit(session, "short", {})
+    assert message is not None
+    with sqlite_application.started("worker", "application:short", "--log-format", "json") as worker:
+        assert await asyncio.to_thread(line_of, worker) == "began"
+        worker.send_signal(signal.SIGTERM)
+        _, log = await asyncio.to_thread(worker.communicate, timeout=SOON)
+    started, *_, handled, stopped = [json.loads(line) for line in log.splitlines()]
+    assert (started["event"], stopped["event"], stopped["what"]) == ("started", "stopped", "worker")
+    assert (handled["event"], handled["message_id"], handled["queue"]) == ("handled", message.id, "short")
+    assert datetime.fromisoformat(handled["time"]).tzinfo is not None
+    with sqlite_application.started("relay", "--log-format", "json") as relay:
+        assert relay.stderr is not None
+        assert json.loads(await asyncio.to_thread(relay.stderr.readline))["event"] == "started"
 
 
 async def test_a_relay_routes_until_a_signal_and_ends_with_0(command: Command, outbox: Outbox) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from outbox.cli.logs import LogLevel, LogLevelName, start_logging
+from outbox.cli.logs import LogFormat, LogFormatName, LogLevel, LogLevelName, start_logging
 from outbox.cli.serving import serve
 from outbox.cli.targets import ListenersName, OutboxName, find_listeners, find_outbox
 
@@ -25,6 +25,7 @@ def worker(
     store_first: StoreFirst = False,
     outbox_name: OutboxName = "",
     log_level: LogLevelName = LogLevel.INFO,
+    log_format: LogFormatName = LogFormat.TEXT,
 ) -> None:
     """Serve listeners until SIGINT or SIGTERM, for example: outbox worker shop.listeners:all_listeners
 
@@ -40,5 +41,5 @@ def worker(
     """
     listeners = find_listeners(listeners_name)
     outbox = find_outbox(outbox_name)
-    start_logging(log_level)
+    start_logging(log_level, log_format)
     serve(outbox, listeners, leftovers=leftovers, store_first=store_first)
