@@ -237,8 +237,9 @@ async def test_a_walk_as_json_has_the_names_of_the_python_attributes(command: Co
         "body_size": 8,
     }
     [place] = found["places"]
-    assert (place["state"], place["queue"], place["attempt_count"], place["history"]) == ("waiting", None, 0, "")
+    assert (place["state"], place["queue"], place["attempt_count"], place["history"]) == ("waiting", None, 0, [])
     assert datetime.fromisoformat(place["due_at"]).tzinfo is not None
+    assert place["row_id"].isdecimal()  # ids are strings
 
 
 async def test_a_body_is_shown_only_on_request_as_text_or_in_base64(command: Command, outbox: Outbox) -> None:
@@ -274,7 +275,8 @@ async def test_dead_letters_are_listed_by_queue_reason_and_error(command: Comman
 
     async def listed(*options: str) -> list[int]:
         found = (await command.run("dead-letters", "list", "--json", *options)).document
-        return [letter["id"] for letter in found["dead_letters"]]
+        assert all(isinstance(letter["id"], str) for letter in found["dead_letters"])
+        return [int(letter["id"]) for letter in found["dead_letters"]]
 
     assert await listed() == ids
     assert await listed("--queue", "broken", "--reason", "rejected") == ids
@@ -282,6 +284,14 @@ async def test_dead_letters_are_listed_by_queue_reason_and_error(command: Comman
     assert await listed("--reason", "exhausted") == []
     assert await listed("--error", "order 1 is") == ids[1:2]
     assert await listed("--limit", "1", "--after", str(ids[0])) == ids[1:2]
+    assert await listed("--routing-key", "order.changed") == ids
+    assert await listed("--routing-key", "order") == []
+    assert (await listed("--since", "1h"), await listed("--before", "1h")) == (ids, [])
+    second = (await outbox.dead_letters.list())[1].died_at
+    assert await listed("--since", second.isoformat()) == [
+        letter.id for letter in await outbox.dead_letters.list() if letter.died_at >= second
+    ]
+    assert set(await listed("--before", f"{second:%Y-%m-%dT%H:%M:%S.%f}")) < set(ids)  # in UTC unless it says otherwise
     people = await command.run("dead-letters", "list", "--error", "order 1 is")
     assert re.search(rf"^ *{ids[1]} +broken +rejected +order\.changed .*order 1 is wrong$", people.stdout, re.MULTILINE)
 
@@ -295,6 +305,13 @@ async def test_a_dead_letter_is_shown_with_its_reason_and_error(command: Command
     assert "order 0 is wrong" in ran.stdout and '{"id":0}' not in ran.stdout
     found = (await command.run("dead-letters", "show", str(id), "--json", "--body")).document
     assert (found["reason"], found["queue"], found["message"]["body"]) == ("rejected", "broken", '{"id":0}')
+    [entry] = found["history"]
+    assert (entry["attempt"], entry["what"], entry["error"]) == (
+        1,
+        "was the last, rejected",
+        "Reject: order 0 is wrong",
+    )
+    assert abs(datetime.fromisoformat(entry["at"]) - datetime.fromisoformat(found["died_at"])) < timedelta(minutes=1)
     assert (await command.run("dead-letters", "show", "999999")).code == ExitCode.WRONG
 
 
@@ -318,9 +335,12 @@ async def test_replaying_less_than_was_asked_for_ends_with_1(command: Command, o
 
 async def test_replaying_all_goes_by_the_filters_of_the_list(command: Command, outbox: Outbox) -> None:
     ids = await bury(outbox, 3)
-    ran = await command.run("dead-letters", "replay", "--all", "--error", "order 2", "--json")
-    assert ran.document == {"ids": ids[2:], "not_found": [], "replayed": 1, "dry_run": False}
-    assert (await command.run("dead-letters", "replay", "--all", "--queue", "other")).code == ExitCode.WRONG
+    chosen = ("--error", "order 2", "--routing-key", "order.changed", "--since", "1h")
+    ran = await command.run("dead-letters", "replay", "--all", *chosen, "--json")
+    assert ran.document == {"ids": [str(ids[2])], "not_found": [], "replayed": 1, "dry_run": False}
+    for others in (("--queue", "other"), ("--before", "1h"), ("--routing-key", "order.paid")):
+        for verb in (["replay"], ["discard", "--yes"]):
+            assert (await command.run("dead-letters", *verb, "--all", *others)).code == ExitCode.WRONG
     assert [letter.id for letter in await outbox.dead_letters.list()] == ids[:2]
 
 
@@ -329,7 +349,9 @@ async def test_a_dry_run_changes_nothing(command: Command, outbox: Outbox, verb:
     ids = await bury(outbox, 2)
     ran = await command.run("dead-letters", verb, "--all", "--dry-run")
     assert ran.code == 0
-    assert f"2 dead letters would be {verb}ed" in ran.stdout and "order 1 is wrong" in ran.stdout
+    assert f"2 dead letters would be {verb}ed" in ran.stdout
+    assert re.search(r"^ *2 +broken +rejected +order\.changed$", ran.stdout, re.MULTILINE)
+    assert "order 1 is wrong" not in ran.stdout
     assert [letter.id for letter in await outbox.dead_letters.list()] == ids
     assert await outbox.messages() == []
 
@@ -338,9 +360,23 @@ async def test_a_rate_spreads_a_replay_over_time(sqlite_command: Command, sqlite
     outbox = sqlite_outbox
     await bury(outbox, 9)
     began = time.monotonic()
-    ran = await sqlite_command.run("dead-letters", "replay", "--all", "--rate", "20")
-    assert ran.stdout == "replayed 9 dead letters\n"
+    ran = await sqlite_command.run("dead-letters", "replay", "--all", "--rate", "20", "--since", "1h")
+    assert (ran.stdout, ran.stderr) == ("replayed 9 dead letters\n", "")  # what ends within a second shows no progress
     assert time.monotonic() - began >= 8 / 20 - 0.1
+
+
+async def test_a_long_replay_shows_its_progress(sqlite_command: Command, sqlite_outbox: Outbox) -> None:
+    await bury(sqlite_outbox, 4)
+    ran = await sqlite_command.run("dead-letters", "replay", "--all", "--rate", "1.6")
+    assert ran.stdout == "replayed 4 dead letters\n"
+    assert re.fullmatch(r"replayed 3 of 4, \d+ms left\n", ran.stderr)
+
+
+@pytest.mark.parametrize("time", ["yesterday", "2026-13-01", "2h ago", "90", ""])
+async def test_what_is_no_time_is_refused_with_what_to_write(sqlite_command: Command, time: str) -> None:
+    ran = await sqlite_command.run("dead-letters", "list", "--since", time)
+    assert (ran.code, ran.stdout) == (ExitCode.USAGE, "")
+    assert "2h" in ran.stderr
 
 
 async def test_replaying_all_ends_although_each_of_them_dies_again(command: Command, outbox: Outbox) -> None:

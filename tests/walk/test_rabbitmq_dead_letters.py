@@ -473,13 +473,18 @@ async def test_the_commands_work_with_a_broker_and_no_database(
     listed = await command.run("dead-letters", "list", "--json", "--limit", "3")
     letters = listed.document["dead_letters"]
     assert [letter["message"]["id"] for letter in letters] == ["q-0", "q-1", "q-2"]
+    assert all(int(letter["id"]) > 2**53 and isinstance(letter["id"], str) for letter in letters)  # jq would round them
     behind = await command.run("dead-letters", "list", "--json", "--after", str(listed.document["next_after"]))
     assert [letter["message"]["id"] for letter in behind.document["dead_letters"]] == ["q-3"]
     shown = await command.run("dead-letters", "show", str(letters[1]["id"]), "--body")
     assert (shown.code, "rejected, after 3 attempts" in shown.stdout) == (ExitCode.FINE, True)
-    tried = await command.run("dead-letters", "replay", "--all", "--error", "error 2", "--dry-run", "--json")
+    recent = ("--error", "error 2", "--since", "1h", "--routing-key", letters[2]["message"]["routing_key"])
+    tried = await command.run("dead-letters", "replay", "--all", *recent, "--dry-run", "--json")
     assert (tried.document["ids"], tried.document["replayed"]) == ([letters[2]["id"]], 0)
-    replayed = await command.run("dead-letters", "replay", "--all", "--error", "error 2", "--rate", "100")
+    for others in (("--before", "1h"), ("--routing-key", "elsewhere")):
+        none = await command.run("dead-letters", "discard", "--all", *others, "--yes")
+        assert (none.code, none.error_lines) == (ExitCode.WRONG, 1)
+    replayed = await command.run("dead-letters", "replay", "--all", *recent, "--rate", "100")
     assert replayed.stdout == "replayed 1 dead letter\n"
     assert [each.id for each in await emptied(transport)] == ["q-2"]
     discarded = await command.run("dead-letters", "discard", str(letters[0]["id"]), "--yes")
@@ -544,7 +549,7 @@ async def test_those_of_the_relay_and_those_of_the_queues_stand_side_by_side(
     assert [each["reason"] for each in listed.document["dead_letters"]] == ["refused", "rejected"]
     nowhere = settings | {"OUTBOX_RABBITMQ_MANAGEMENT_URL": "http://127.0.0.1:1"}
     of_relay = await command.run("dead-letters", "list", "--json", "--queue", "", **nowhere)
-    assert [each["id"] for each in of_relay.document["dead_letters"]] == [refused.id]
+    assert [each["id"] for each in of_relay.document["dead_letters"]] == [str(refused.id)]
     assert await letters.replay([refused.id, rejected.id]) == 2
     assert await letters.list() == []
     await outbox.close()

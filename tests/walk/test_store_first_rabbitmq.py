@@ -190,7 +190,7 @@ async def test_dead_letters_of_stored_messages_are_listed_shown_and_replayed_by_
         assert await arrival(handled) == 0
         [letter] = await eventually(lambda: service.store.dead_letters.list())
         ran = await command.run("dead-letters", "list", "--queue", "orders", "--json", **settings)
-        assert [each["id"] for each in ran.document["dead_letters"]] == [letter.id]
+        assert [each["id"] for each in ran.document["dead_letters"]] == [str(letter.id)]
         ran = await command.run("dead-letters", "show", str(letter.id), **settings)
         assert "the bank is away" in ran.stdout
         ran = await command.run("status", "--json", **settings)

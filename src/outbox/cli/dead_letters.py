@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
@@ -16,8 +17,9 @@ from outbox.cli.asking import ask
 from outbox.cli.documents import print_document
 from outbox.cli.exits import ExitCode, Failure
 from outbox.cli.messages import After, Limit, WithBody, attempt_fact, emitted
+from outbox.cli.progress import Progress
+from outbox.cli.selecting import NAMES, selecting
 from outbox.cli.targets import AsJson, OutboxName, find_outbox
-from outbox.core.attempt import Reason
 from outbox.core.dead_letter import DeadLetter, DeadLetters, Filter
 from outbox.core.errors import NotFound
 from outbox.instance import Outbox
@@ -25,12 +27,10 @@ from outbox.instance import Outbox
 EVERYTHING = 2**31 - 1  # dead letters of one list
 BATCH = 500  # dead letters in one statement
 STEPS_PER_SECOND = 10  # how finely a rate is spread
+MOST_SHOWN = 20  # dead letters that are listed before they are deleted; more are counted
 
 app = typer.Typer(help="List, show, replay and discard dead letters.", no_args_is_help=True)
 
-OneQueue = Annotated[str | None, typer.Option(help="Only those that died in this queue; an empty name: before one.")]
-OneReason = Annotated[Reason | None, typer.Option(help="Only those that died for this reason.")]
-PartOfError = Annotated[str | None, typer.Option(help="Only those whose error holds this text.")]
 Id = Annotated[
     int, typer.Argument(metavar="ID", help="The dead letter's id, as the list shows it.", show_default=False)
 ]
@@ -38,7 +38,7 @@ Ids = Annotated[
     list[int] | None, typer.Argument(metavar="[ID]...", help="Ids, as the list shows them.", show_default=False)
 ]
 All = Annotated[bool, typer.Option("--all", help="All of them, or all that the other options choose.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show which ones it would be.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only count which ones it would be.")]
 Rate = Annotated[float | None, typer.Option(min=0.01, metavar="NUMBER", help="At most this many per second.")]
 Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
 
@@ -54,9 +54,9 @@ class Choice:
     def of(cls, ids: Sequence[int] | None, everything: bool, filter: Filter) -> Choice:
         """What the arguments say; a usage error where they say two things, or nothing."""
         if ids and (everything or filter != Filter()):
-            raise Failure(ExitCode.USAGE, "give ids, or --all with --queue, --reason and --error, not both")
+            raise Failure(ExitCode.USAGE, f"give ids, or --all with {NAMES}, not both")
         if not ids and not everything:
-            raise Failure(ExitCode.USAGE, "give ids, or --all; --queue, --reason and --error choose among --all")
+            raise Failure(ExitCode.USAGE, f"give ids, or --all; {NAMES} choose among --all")
         return cls(tuple(dict.fromkeys(ids or ())), replace(filter, limit=EVERYTHING))
 
     async def found(self, dead_letters: DeadLetters) -> list[DeadLetter]:
@@ -73,10 +73,9 @@ class Choice:
 
 
 @app.command("list")
+@selecting
 def list_dead_letters(
-    queue: OneQueue = None,
-    reason: OneReason = None,
-    error: PartOfError = None,
+    filter: Filter,
     limit: Limit = 50,
     after: After = 0,
     with_body: WithBody = False,
@@ -85,9 +84,9 @@ def list_dead_letters(
 ) -> None:
     """List dead letters, oldest first."""
     outbox = find_outbox(outbox_name)
-    filter = Filter(queue=queue, reason=reason, error=error, limit=limit, after=after)
+    filter = replace(filter, limit=limit, after=after)
     found = ask(outbox, lambda: outbox.dead_letters.chosen(filter))
-    next_after = found[-1].id if len(found) == limit else None
+    next_after = str(found[-1].id) if len(found) == limit else None
     if as_json:
         print_document({"dead_letters": found, "next_after": next_after}, with_body=with_body)
     elif not found:
@@ -127,19 +126,19 @@ def show_dead_letter(
 
 
 @app.command("replay", short_help="Try dead letters again.")
+@selecting
 def replay_dead_letters(
     ids: Ids = None,
     everything: All = False,
-    queue: OneQueue = None,
-    reason: OneReason = None,
-    error: PartOfError = None,
+    *,
+    filter: Filter,
     dry_run: DryRun = False,
     rate: Rate = None,
     as_json: AsJson = False,
     outbox_name: OutboxName = "",
 ) -> None:
     """Try dead letters again, each in the queue where it died, with fresh attempts."""
-    choice = Choice.of(ids, everything, Filter(queue=queue, reason=reason, error=error))
+    choice = Choice.of(ids, everything, filter)
     outbox = find_outbox(outbox_name)
     letters = ask(outbox, lambda: choice.found(outbox.dead_letters))
     replayed = 0
@@ -149,26 +148,26 @@ def replay_dead_letters(
 
 
 @app.command("discard")
+@selecting
 def discard_dead_letters(
     ids: Ids = None,
     everything: All = False,
-    queue: OneQueue = None,
-    reason: OneReason = None,
-    error: PartOfError = None,
+    *,
+    filter: Filter,
     dry_run: DryRun = False,
     yes: Yes = False,
     as_json: AsJson = False,
     outbox_name: OutboxName = "",
 ) -> None:
     """Delete dead letters for good. Asks first; where nobody can answer it needs --yes."""
-    choice = Choice.of(ids, everything, Filter(queue=queue, reason=reason, error=error))
+    choice = Choice.of(ids, everything, filter)
     may_ask = sys.stdin.isatty() and not as_json
     if not (yes or dry_run or may_ask):
         raise Failure(ExitCode.USAGE, "discarding cannot be undone and nobody can be asked here: add --yes")
     outbox = find_outbox(outbox_name)
     letters = ask(outbox, lambda: choice.found(outbox.dead_letters))
     if letters and not (yes or dry_run):
-        _show_list(letters)
+        (_show_list if len(letters) <= MOST_SHOWN else _show_counts)(letters)
         typer.confirm(f"Delete {_count(letters)} for good?", abort=True)
     discarded = 0
     if letters and not dry_run:
@@ -180,10 +179,12 @@ async def _replay(outbox: Outbox, ids: Sequence[int], rate: float | None) -> int
     """Replay in batches; with a rate, small ones, each at its time."""
     size = BATCH if rate is None else max(1, min(BATCH, round(rate / STEPS_PER_SECOND)))
     began, replayed = time.monotonic(), 0
-    for start in range(0, len(ids), size):
-        if rate is not None:
-            await asyncio.sleep(began + start / rate - time.monotonic())
-        replayed += await outbox.dead_letters.replay(ids[start : start + size])
+    with Progress(len(ids), "replayed") as progress:
+        for start in range(0, len(ids), size):
+            if rate is not None:
+                await asyncio.sleep(began + start / rate - time.monotonic())
+            replayed += await outbox.dead_letters.replay(ids[start : start + size])
+            progress.show(min(start + size, len(ids)))
     return replayed
 
 
@@ -196,9 +197,10 @@ def _tell(choice: Choice, letters: Sequence[DeadLetter], done: str, number: int,
     ids = [letter.id for letter in letters]
     missing = [id for id in choice.ids if id not in ids]
     if as_json:
-        print_document({"ids": ids, "not_found": missing, done: number, "dry_run": dry_run})
+        named = {"ids": list(map(str, ids)), "not_found": list(map(str, missing))}
+        print_document({**named, done: number, "dry_run": dry_run})
     elif dry_run and letters:
-        _show_list(letters)
+        _show_counts(letters)
         print(f"{_count(letters)} would be {done}")
     elif letters:
         print(f"{done} {words.count(number, 'dead letter')}")
@@ -226,6 +228,12 @@ def _show_list(letters: Sequence[DeadLetter], with_body: bool = False) -> None:
     ]
     columns = ["id", "queue", "reason", "routing key", "died", "error", *(["body"] if with_body else [])]
     screen.show(screen.table(columns, rows, numbers=("id",), whole=("reason",)))
+
+
+def _show_counts(letters: Sequence[DeadLetter]) -> None:
+    counted = Counter((letter.queue or words.NOTHING, letter.reason, letter.message.routing_key) for letter in letters)
+    rows = [(count, *which) for which, count in counted.most_common()]
+    screen.show(screen.table(["count", "queue", "reason", "routing key"], rows, numbers=("count",), whole=("reason",)))
 
 
 def _count(letters: Sequence[DeadLetter]) -> str:

@@ -60,7 +60,7 @@ def list_messages(
     """List stored messages, oldest first, a line for each queue that a message is in. Dead letters are left out."""
     outbox = find_outbox(outbox_name)
     found = ask(outbox, lambda: outbox.messages(state=state, queue=queue, limit=limit, after=after))
-    next_after = found[-1].row_id if len(found) == limit else None
+    next_after = str(found[-1].row_id) if len(found) == limit else None
     if as_json:
         print_document({"messages": found, "next_after": next_after}, with_body=with_body)
     elif not found:

@@ -10,6 +10,7 @@ from datetime import datetime
 from typing import Protocol
 
 from outbox.core.attempt import Reason
+from outbox.core.errors import TimeInvalid
 from outbox.core.message import Message
 
 LARGEST_ERROR = 8 * 1024  # bytes
@@ -42,8 +43,17 @@ class Filter:
     queue: str | None = None  # an empty one: those that died before they reached any
     reason: Reason | None = None
     error: str | None = None  # a part of the error's text
+    routing_key: str | None = None
+    since: datetime | None = None  # died then or later
+    before: datetime | None = None  # died earlier
     limit: int = 100
     after: int = 0  # an id
+
+    def __post_init__(self) -> None:
+        for name in ("since", "before"):
+            time: datetime | None = getattr(self, name)
+            if time is not None and time.tzinfo is None:
+                raise TimeInvalid(f"{name}={time}: a time with a time zone, for example datetime.now(UTC)")
 
     def lets_through(self, letter: DeadLetter) -> bool:
         return (
@@ -51,6 +61,9 @@ class Filter:
             and self.queue in (None, letter.queue or "")
             and self.reason in (None, letter.reason)
             and (self.error is None or self.error in letter.error)
+            and self.routing_key in (None, letter.message.routing_key)
+            and (self.since is None or letter.died_at >= self.since)
+            and (self.before is None or letter.died_at < self.before)
         )
 
 
@@ -63,14 +76,27 @@ class DeadLetters(Protocol):
         queue: str | None = None,
         reason: Reason | None = None,
         error: str | None = None,
+        routing_key: str | None = None,
+        since: datetime | None = None,
+        before: datetime | None = None,
         limit: int = 100,
         after: int = 0,
     ) -> list[DeadLetter]:
         """Dead letters in the order of their ids, those behind `after`; `error` is a part of the error's text.
 
-        An empty `queue` chooses those that died before they reached one.
+        An empty `queue` chooses those that died before they reached one; `since` and `before` are about when they died.
         """
-        return await self.chosen(Filter(queue=queue, reason=reason, error=error, limit=limit, after=after))
+        filter = Filter(
+            queue=queue,
+            reason=reason,
+            error=error,
+            routing_key=routing_key,
+            since=since,
+            before=before,
+            limit=limit,
+            after=after,
+        )
+        return await self.chosen(filter)
 
     async def chosen(self, filter: Filter) -> builtins.list[DeadLetter]:
         """What `list` returns."""

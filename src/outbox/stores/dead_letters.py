@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import UTC
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,12 @@ class SqlDeadLetters(DeadLetters):
             statement = statement.where(columns.reason == str(filter.reason))
         if filter.error is not None:
             statement = statement.where(columns.error.contains(filter.error, autoescape=True))
+        if filter.routing_key is not None:
+            statement = statement.where(columns.routing_key == filter.routing_key)
+        if filter.since is not None:
+            statement = statement.where(columns.died_at >= filter.since.astimezone(UTC))
+        if filter.before is not None:
+            statement = statement.where(columns.died_at < filter.before.astimezone(UTC))
         rows = await self._store.look(lambda connection: connection.execute(statement).all())
         return [as_dead_letter(row) for row in rows]
 

@@ -362,6 +362,10 @@ class TransportContract:
         assert await letters.list(error=first.message.id) == [first]
         assert await letters.list(queue="other") == []
         assert await letters.list(limit=1, after=first.id) == [second]
+        assert await letters.list(routing_key=first.message.routing_key) == [first, second, third]
+        assert await letters.list(routing_key="order") == []
+        assert third in await letters.list(since=third.died_at)
+        assert await letters.list(before=first.died_at) == []
         assert await letters.show(second.id) == second
         assert await letters.discard([first.id, third.id, third.id]) == 2
         assert await letters.list() == [second]

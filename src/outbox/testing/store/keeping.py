@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime, timedelta, timezone
 
 import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
@@ -111,6 +111,23 @@ class KeepingCases(StoreCases):
         assert await letters.list(error="%") == []
         assert [letter.id for letter in await letters.list(limit=2)] == ids[:2]
         assert [letter.id for letter in await letters.list(after=ids[3])] == ids[4:]
+
+    async def test_dead_letters_are_listed_by_routing_key_and_by_when_they_died(
+        self, engine: AsyncEngine, store: Store
+    ) -> None:
+        [first] = await self._dead(engine, store, 1)
+        await asyncio.sleep(0.005)  # a clock may tell no less than milliseconds
+        await queued(engine, store, message("order.paid"))
+        async with store.claim(1, lease=LEASE, destination="q") as claim:
+            await claim.settle({claim.attempts[0].id: Dead(Reason.REJECTED, "no")})
+        letters = store.dead_letters
+        earlier, later = await letters.list()
+        assert earlier.id == first and await letters.list(routing_key="order.paid") == [later]
+        assert await letters.list(routing_key="order.*") == []
+        assert await letters.list(since=later.died_at) == [later]
+        assert await letters.list(before=later.died_at) == [earlier]
+        elsewhere = later.died_at.astimezone(timezone(timedelta(hours=5)))
+        assert await letters.list(since=elsewhere, before=elsewhere + timedelta(seconds=1)) == [later]
 
     async def test_looking_at_a_dead_letter_changes_nothing(self, engine: AsyncEngine, store: Store) -> None:
         [id] = await self._dead(engine, store, 1)
