@@ -114,10 +114,33 @@ UNTYPED = {
     "body: a text": Kind({"body": "text"}),
     "body: a number": Kind({"body": 2**40}),
     "routing key: bytes": Kind({"routing_key": b"bad"}),
+    "message id: bytes": Kind({"message_id": b"bad"}),
+    "lease token: any text": Kind({"lease_token": "mine", "lease_until": "2026-01-01 00:00:00"}, SENT),
     "attempts: a text": Kind({"attempts": "many"}, SENT),
     "created_at: a number": Kind({"created_at": 5}),
     "created_at: any text": Kind({"created_at": "yesterday"}),
     "due_at: a number": Kind({"due_at": 5}, SENT),
     "due_at: no day": Kind({"due_at": "2020-99-99 00:00:00"}, SENT),
     "due_at: any text": Kind({"due_at": "tomorrow"}, WAITS),
+}
+
+
+@dataclass(frozen=True)
+class NotUtf8:
+    """A text for SQLite, which keeps the bytes that it is given."""
+
+    bytes: bytes
+
+
+_INVALID = NotUtf8(b"bad.\xff\xfe")
+NOT_UTF_8 = {
+    "routing key: not UTF-8": Kind({"routing_key": _INVALID}),
+    "message id: not UTF-8": Kind({"message_id": _INVALID}),
+    "key: not UTF-8": Kind({"key": _INVALID}),
+    "content type: not UTF-8": Kind({"content_type": _INVALID}),
+    "headers: not UTF-8": Kind({"headers": NotUtf8(b'{"a": "\xff"}')}),
+    "tracking ids: not UTF-8": Kind({"tracking_ids": NotUtf8(b'["\xff"]')}),
+    "created_at: not UTF-8": Kind({"created_at": _INVALID}),
+    "timer id: not UTF-8": Kind({"timer_id": _INVALID}, SENT),
+    "history: not UTF-8": Kind({"history": _INVALID}, SENT),
 }

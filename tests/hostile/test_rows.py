@@ -28,7 +28,20 @@ from tests.http_sink import Behaviour, Connection, HttpSink, Request, answer
 from tests.seeds.observing import Recorder, eventually
 from tests.walk.commands import Command
 
-from .rows import COUNTS, GROUPS, HEADERS, KINDS, SENT, SETUPS, UNDECODABLE, UNTYPED, WAITS, Kind
+from .rows import (
+    COUNTS,
+    GROUPS,
+    HEADERS,
+    KINDS,
+    NOT_UTF_8,
+    SENT,
+    SETUPS,
+    UNDECODABLE,
+    UNTYPED,
+    WAITS,
+    Kind,
+    NotUtf8,
+)
 
 ORDINARY = 60
 WITHIN = 15.0  # seconds for the ordinary ones: three times what is promised, because this machine may be busy
@@ -104,9 +117,14 @@ class Scene:
         plain = self._url.set(drivername="postgresql").render_as_string(hide_password=False)
         with closing(connect(self._url.database if sqlite else plain)) as connection:
             for row in rows:
-                marks = ", ".join(["?" if sqlite else "%s"] * len(row))
-                connection.execute(f"INSERT INTO {table} ({', '.join(row)}) VALUES ({marks})", list(row.values()))
+                marks = ", ".join(mark(value) if sqlite else "%s" for value in row.values())
+                values = [value.bytes if isinstance(value, NotUtf8) else value for value in row.values()]
+                connection.execute(f"INSERT INTO {table} ({', '.join(row)}) VALUES ({marks})", values)
             connection.commit()
+
+
+def mark(value: object) -> str:
+    return "CAST(? AS TEXT)" if isinstance(value, NotUtf8) else "?"
 
 
 def name_of(body: bytes) -> str:
@@ -220,6 +238,29 @@ async def test_a_value_of_another_type_stops_no_queue_of_sqlite(start: Start) ->
     await scene.fates({name: kind for name, kind in UNTYPED.items() if not name.startswith("body")}, "sqlite")
     assert len([each for each in await scene.letters() if each.message.body == b""]) == 2
     assert not scene.recorder.of(Troubled)
+
+
+@pytest.mark.parametrize("database_url", [SQLITE], indirect=True)
+async def test_a_text_that_is_not_utf_8_dies_alone_and_is_listed(
+    start: Start, make_outbox: MakeOutbox, database_url: str
+) -> None:
+    outbox = make_outbox()
+    await outbox.create_tables()
+    scene = Scene(outbox, database_url, Counter(), (), Recorder())
+    elsewhere = {"destination": Kind({"destination": NotUtf8(b"queue \xff")}, WAITS)}
+    await scene.insert(NOT_UTF_8 | elsewhere)
+    waiting = await outbox.messages()
+    assert [name_of(stored.message.body) for stored in waiting] == [*NOT_UTF_8, *elsewhere]
+    unreadable = {name for name, kind in NOT_UTF_8.items() if kind.fate == UNDECODABLE}
+    assert {name_of(stored.message.body) for stored in waiting if stored.error} == unreadable
+    assert [queue.queue for queue in (await outbox.backlog()).queues] == ["queue \\xff"]
+
+    running = await start("sqlite")
+    await running.sixty()
+    await running.fates(NOT_UTF_8 | elsewhere, "sqlite")
+    assert not running.recorder.of(Troubled)
+    for letter in await running.letters():
+        assert await outbox.dead_letters.show(letter.id) == letter
 
 
 @pytest.mark.parametrize("database_url", [ASYNCPG, PSYCOPG, SQLITE], indirect=True)

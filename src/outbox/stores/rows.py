@@ -21,6 +21,7 @@ EXPIRATION_PASSED = "its expiration passed"  # what a history says of it
 MUCH_LATER = timedelta(minutes=1)  # what is due so long after it was made is told so
 MOST_TRIES = 1_000_000_000  # attempts or starts that a message can have had
 UNREADABLE = "its row cannot be read"
+_NO_TEXT = "its routing key, message id, key or content type is not text in UTF-8"
 _OTHER_TYPE = f"created_at is not between the years {OLDEST.year} and {LATEST.year}, or a column has a wrong type"
 
 _SURELY_SHORT = LONGEST_KEY // 4  # characters: no text of so many has more bytes than brokers allow
@@ -44,6 +45,14 @@ CLAIMED = (  # what a leasing statement returns, in this order
     *("due_at", "id", "first_due_at", "expired", "attempts", "starts", "isolated"),
     *_KEPT,
 )
+
+
+
+class Undecodable(str):
+    """A text that is not UTF-8 in its database, as people can read it. No message is made of it."""
+
+    __slots__ = ()
+
 
 _in_order = itemgetter(0, 1)
 _kept_by = attrgetter(*_KEPT)
@@ -87,6 +96,8 @@ def _message(
     expires_at: datetime | None,
     due_at: datetime | None = None,
 ) -> Message:
+    if not (type(routing_key) is type(message_id) is type(content_type) is str and (key is None or type(key) is str)):
+        raise ValueError(_NO_TEXT)
     return remade(
         routing_key,
         body,
@@ -101,7 +112,7 @@ def _message(
 
 
 def _as_headers(text: str) -> dict[str, str]:
-    headers = json.loads(text)
+    headers = None if type(text) is Undecodable else json.loads(text)
     if type(headers) is not dict:
         raise ValueError("its headers are no JSON object")
     for value in headers.values():
@@ -111,7 +122,7 @@ def _as_headers(text: str) -> dict[str, str]:
 
 
 def _as_ids(text: str) -> list[str]:
-    ids = json.loads(text)
+    ids = None if type(text) is Undecodable else json.loads(text)
     if type(ids) is not list:
         raise ValueError("its tracking ids are no JSON list")
     for id in ids:
@@ -156,7 +167,7 @@ def as_attempts(rows: Sequence[Sequence[Any]]) -> tuple[list[Attempt], dict[int,
                 _check_lengths(routing_key, message_id)
             if not (0 <= ended < MOST_TRIES > begun >= 0):
                 raise ValueError(f"{ended} attempts and {begun} starts are no numbers that were counted")
-            if created_at is None or type(body) is not bytes or type(routing_key) is not str:
+            if created_at is None or type(body) is not bytes:
                 raise ValueError(_OTHER_TYPE)
             message = _message(
                 message_id,
@@ -259,9 +270,9 @@ def _shown(row: Any) -> tuple[Message, str]:
         message = remade(
             str(row.routing_key),
             row.body if type(row.body) is bytes else b"",
-            row.content_type,
+            str(row.content_type),
             headers,
-            row.key,
+            None if row.key is None else str(row.key),
             (*ids, str(row.message_id)),
             as_utc(row.created_at or EARLIEST),
             as_utc(row.expires_at) if row.expires_at else None,

@@ -31,6 +31,7 @@ from sqlalchemy import (
     String,
     Table,
     TypeDecorator,
+    Uuid,
     bindparam,
     case,
     cast,
@@ -56,7 +57,7 @@ from outbox.core.transaction_state import TransactionState
 from outbox.stores import sqlite_examination, sqlite_state
 from outbox.stores.failures import nothing_is_kept
 from outbox.stores.qualified import qualified
-from outbox.stores.rows import as_utc
+from outbox.stores.rows import Undecodable, as_utc
 from outbox.stores.sql import SqlStore
 from outbox.stores.sqlite_check import SqliteCheck
 from outbox.stores.sqlite_files import files, make_private, notice_replacement
@@ -242,6 +243,8 @@ class SqliteStore(SqlStore):
     def readable(self, column: ColumnElement[Any], otherwise: datetime | None = None) -> ColumnElement[Any]:
         if isinstance(column.type, DateTime):
             return type_coerce(column, _Time(otherwise))
+        if isinstance(column.type, Uuid):
+            return type_coerce(column, String)
         return type_coerce(column, _Bytes()) if isinstance(column.type, LargeBinary) else column
 
     def before_all(self) -> ColumnElement[Any]:
@@ -352,6 +355,7 @@ class _Thread:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="outbox-sqlite")
         self._engine = create_engine(url.set(drivername="sqlite"), connect_args={"timeout": BUSY_TIMEOUT})
         prepare(self._engine)
+        event.listen(self._engine, "connect", _read_any_text)
         files.watch(self._engine)
         self._watcher: sqlite3.Connection | None = None
 
@@ -396,7 +400,11 @@ class _MemoryThread:
             if self._engine is None:
                 self._engine = create_engine("sqlite://", creator=lambda: driver._conn, poolclass=StaticPool)
                 event.listen(self._engine, "begin", _begin)
-            return (_in_transaction(self._engine, work, reading),)
+            callers, driver._conn.text_factory = driver._conn.text_factory, any_text
+            try:
+                return (_in_transaction(self._engine, work, reading),)
+            finally:
+                driver._conn.text_factory = callers
 
         while True:
             # aiosqlite runs what it is given in the connection's thread; only its own methods go that way publicly.
@@ -451,6 +459,18 @@ def _connect(connection: Any, record: object) -> None:
     cursor.close()
 
 
+def any_text(value: bytes) -> str:
+    """A text, whatever bytes another program wrote: over one that is not UTF-8 the driver gives up a whole result."""
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return Undecodable(value, "utf-8", "backslashreplace")
+
+
+def _read_any_text(connection: Any, record: object) -> None:
+    connection.text_factory = any_text
+
+
 def _let_go(connection: Any, record: object, error: BaseException | None) -> None:
     """Roll back before a connection that was cut is closed.
 
@@ -497,6 +517,7 @@ def _untouched(url: URL, work: Callable[[Connection], Result]) -> Result:
     """Run work on a connection that does not even switch the file's journal."""
     make_private(url)
     engine = create_engine(url.set(drivername="sqlite"), poolclass=NullPool, connect_args={"timeout": BUSY_TIMEOUT})
+    event.listen(engine, "connect", _read_any_text)
     with engine.connect() as connection:
         connection.exec_driver_sql("PRAGMA query_only = ON")
         return work(connection)
