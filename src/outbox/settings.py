@@ -180,7 +180,10 @@ class Settings:
         parse=parse_duration,
     )
     batch_size: int = _option(
-        500, "Messages that a relay claims at once. Lower it if your bodies are large.", parse=_whole
+        500,
+        "Messages that a relay claims at once; fewer where their bodies have more than 8 MiB. Lower it if answers of a "
+        "destination take seconds.",
+        parse=_whole,
     )
     prefetch_count: int = _option(
         2000,

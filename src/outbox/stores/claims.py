@@ -180,7 +180,7 @@ class SettleStatements:
         columns = self._messages.c
         rows = self._store.records("rows", {"id": BigInteger, "delay": Float}).alias("settled")
         later = self._put_off(rows.c.delay)
-        kept = {name: case((rows.c.delay > 0, value), else_=columns[name]) for name, value in later.items()}
+        kept = {name: case((rows.c.delay > 0.0, value), else_=columns[name]) for name, value in later.items()}
         return (
             update(self._messages)
             .where(columns.id == rows.c.id, self._held_apart)

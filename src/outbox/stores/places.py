@@ -12,7 +12,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
-from sqlalchemy import BigInteger, ColumnElement, Connection, Table, Text, cast, column, func, literal, select, table
+from sqlalchemy import (
+    BigInteger,
+    ColumnElement,
+    Connection,
+    Float,
+    Table,
+    Text,
+    cast,
+    column,
+    func,
+    literal,
+    select,
+    table,
+)
 from sqlalchemy.exc import ProgrammingError
 from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.pool import Pool
@@ -72,7 +85,7 @@ def find(connection: Connection, tables: Tables, schema: str | None = None) -> F
     unchanged = select(_SETTINGS.c.setting == _SETTINGS.c.reset_val).where(search_path)
     started = func.pg_catalog.pg_postmaster_start_time()
     # In whole microseconds: how a fraction is written depends on a setting of the connection.
-    since = cast(func.pg_catalog.date_part("epoch", started) * literal(1_000_000.0), BigInteger)
+    since = cast(func.pg_catalog.date_part("epoch", started) * cast(literal(1_000_000.0), Float), BigInteger)
     database = func.pg_catalog.concat(func.pg_catalog.current_database(), " ", since)
     row = connection.execute(select(database, where, unchanged.scalar_subquery(), present.scalar_subquery())).one()
     return Found(Place(row[0], row[1]), bool(row[2]), row[3] == len(names))

@@ -25,6 +25,7 @@ from sqlalchemy import (
     Integer,
     Row,
     Select,
+    String,
     Table,
     Text,
     any_,
@@ -59,7 +60,8 @@ from outbox.stores.heads import Head
 from outbox.stores.notify import Notifier
 from outbox.stores.places import Places
 from outbox.stores.pooling import explained, unprepared
-from outbox.stores.postgresql_check import PostgresqlCheck
+from outbox.stores.postgresql_batches import count, fitting
+from outbox.stores.postgresql_check import PostgresqlCheck, as_array, present_tables
 from outbox.stores.snapshots import Snapshots
 from outbox.stores.spare import spare
 from outbox.stores.sql import WORK_WITHIN, SqlStore
@@ -183,7 +185,14 @@ class PostgresqlStore(SqlStore):
         if self.missing(connection, schema):  # a role that may not create is fine when there is nothing to create
             # Two processes that start at the same time: CREATE TABLE IF NOT EXISTS alone would collide.
             connection.execute(text("SELECT pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext('outbox tables'))"))
-            self.tables.metadata.create_all(connection)
+            missing = self.missing(connection, schema)
+            # Without a look of SQLAlchemy's own, which compares names as VARCHAR.
+            self.tables.metadata.create_all(connection, tables=missing, checkfirst=False)
+
+    def missing(self, connection: Connection, schema: str | None = None) -> list[Table]:
+        tables = self.tables.metadata.sorted_tables
+        present = present_tables(connection, [each.name for each in tables], self.messages.schema or schema)
+        return [each for each in tables if each.name not in present]
 
     def differences(self, connection: Connection) -> list[Difference]:
         return PostgresqlCheck(connection, self.tables).differences()
@@ -238,7 +247,8 @@ class PostgresqlStore(SqlStore):
         return func.clock_timestamp()
 
     def later(self, moment: ColumnElement[Any], seconds: ColumnElement[Any]) -> ColumnElement[Any]:
-        return moment + seconds * _SECOND
+        # A driver may leave a missing value without a type, for which an operator of another role could fit.
+        return moment + cast(seconds, Float) * _SECOND
 
     def seconds_until(self, moment: ColumnElement[Any]) -> ColumnElement[float]:
         # Each on its own: a difference to infinity is an error before PostgreSQL 17.
@@ -255,14 +265,14 @@ class PostgresqlStore(SqlStore):
         return literal_column("timestamptz '-infinity'", DateTime(timezone=True))
 
     def among(self, column: ColumnElement[Any], name: str) -> ColumnElement[bool]:
-        # As text: asyncpg would have to ask each new connection what a list is, and switches a session's jit for that.
         return column == any_(cast(bindparam(name, type_=Text), ARRAY(BigInteger)))
 
     def listed(self, values: Sequence[Any]) -> Any:
-        return "{" + ",".join(map(str, values)) + "}"
+        return as_array(values)
 
     def records(self, name: str, columns: Mapping[str, type[TypeEngine[Any]]]) -> FromClause:
-        typed = [column(column_name, column_type) for column_name, column_type in columns.items()]
+        # Texts as TEXT, not VARCHAR: see `texts`.
+        typed = [column(each, Text if types is String else types) for each, types in columns.items()]
         rows = cast(bindparam(name, type_=Text), JSON)
         return func.json_to_recordset(rows).table_valued(*typed).render_derived(with_types=True)
 
@@ -275,6 +285,9 @@ class PostgresqlStore(SqlStore):
 
     def skipping_locked(self, statement: Select[Any]) -> Select[Any]:
         return statement.with_for_update(skip_locked=True)
+
+    def size(self, column: ColumnElement[Any]) -> ColumnElement[int]:
+        return func.pg_catalog.octet_length(column, type_=Integer)
 
     def rows_written(self, connection: Connection) -> int:
         quoted = connection.dialect.identifier_preparer.format_table(self.messages)
@@ -326,15 +339,19 @@ class PostgresqlStore(SqlStore):
     # Claiming in one round trip.
 
     def search(self, connection: Connection, statement: Any, parameters: Mapping[str, Any]) -> list[Row[Any]]:
-        return self._look_for(connection, parameters, lambda all: list(connection.execute(statement, all).all()))
+        return self._look_for(connection, parameters, lambda all: list(connection.execute(statement, all).all()), len)
 
     def _look_for(
-        self, connection: Connection, parameters: Mapping[str, Any], find: Callable[[Mapping[str, Any]], Found]
+        self,
+        connection: Connection,
+        parameters: Mapping[str, Any],
+        find: Callable[[Mapping[str, Any]], Found],
+        found: Callable[[Found], int],
     ) -> Found:
         head = self._heads[parameters["wanted"]]
         with head.looking() as look:
             rows = find({**parameters, "since": look.bound})
-            look.found, look.ended = rows, len(rows) < parameters["limit"]
+            look.found, look.ended = rows, found(rows) < parameters["limit"]
         if head.in_doubt:
             head.counted(self._dead_rows(connection))
         return rows
@@ -352,23 +369,29 @@ class PostgresqlStore(SqlStore):
         self, connection: Connection, wanted: Mapping[str, Any], terms: Mapping[str, Any], suspected: Suspected
     ) -> Sequence[Sequence[Any]]:
         take = self._take_all if suspected is Suspected.ALL else self._take_one_suspected
-        rows = self._look_for(connection, {**wanted, **terms}, lambda all: self.fetched(connection, take, all))
+        rows = self._look_for(
+            connection,
+            {**wanted, **terms},
+            lambda all: self.fetched(connection, take, all),
+            lambda rows: rows[0][-1] if rows else 0,
+        )
         (self._calm.discard if rows else self._calm.add)(wanted["wanted"])
         return rows
 
     @cached_property
     def _take_all(self) -> Any:
-        return self._taking(select(self.due.cte("found").c.id))
+        found = self.due.cte("found")
+        return self._taking(found, select(found.c.id))
 
     @cached_property
     def _take_one_suspected(self) -> Any:
         found = self.due.cte("found")
         first = select(found.c.id).where(found.c.suspected).limit(1).scalar_subquery()
-        return self._taking(select(found.c.id).where(not_(found.c.suspected) | (found.c.id == first)))
+        return self._taking(found, select(found.c.id).where(not_(found.c.suspected) | (found.c.id == first)))
 
-    def _taking(self, chosen: Select[Any]) -> Any:
-        ids = func.array(chosen.scalar_subquery(), type_=ARRAY(BigInteger))
-        return self.leasing_some_apart(self.messages.c.id == any_(ids))
+    def _taking(self, found: CTE, chosen: Select[Any]) -> Any:
+        leased = self.leasing_some_apart(self.messages.c.id == any_(fitting(found, chosen)))
+        return leased.returning(count(found))
 
     # Routing in one round trip.
 
@@ -411,10 +434,9 @@ class PostgresqlStore(SqlStore):
     def _routing_straight(self, found: CTE, chosen: Select[Any]) -> Any:
         # Nothing is chosen when the bindings are not those that the queues were told by.
         chosen = chosen.where(self.routing.version == bindparam("version", type_=Integer))
-        ids = func.array(chosen.scalar_subquery(), type_=ARRAY(BigInteger))
-        leased = self.leasing(self.messages.c.id == any_(ids), **self.routing.moved(_queue_of(self.messages)), starts=1)
-        count = select(func.count()).select_from(found).scalar_subquery()
-        return leased.returning(self.messages.c.destination, count)
+        chosen_ones = self.messages.c.id == any_(fitting(found, chosen))
+        leased = self.leasing(chosen_ones, **self.routing.moved(_queue_of(self.messages)), starts=1)
+        return leased.returning(self.messages.c.destination, count(found))
 
 
 def _time(moment: datetime) -> ColumnElement[Any]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from sqlalchemy import Column, Index, Row, String, Table, bindparam, text
+from sqlalchemy import Column, Connection, Index, Row, String, Table, bindparam, text
 from sqlalchemy.dialects.postgresql import OID
 
 from outbox.stores.check import NO_DEFAULT, Check, Gap, LiveColumn, LiveTable, plain_default, shape
@@ -22,13 +22,23 @@ _TABLE = text(
     """
 ).bindparams(bindparam("name", type_=String), bindparam("schema", type_=String))
 
+_PRESENT = text(
+    """
+    SELECT c.relname AS name
+    FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
+    WHERE c.relname = ANY(CAST(:names AS text[])) AND c.relkind IN ('r', 'p', 'f', 'v', 'm')
+      AND CASE WHEN CAST(:schema AS text) IS NULL THEN pg_catalog.pg_table_is_visible(c.oid)
+               ELSE n.nspname = CAST(:schema AS text) END
+    """
+).bindparams(bindparam("names", type_=String), bindparam("schema", type_=String))
+
 _COLUMNS = text(
     """
     SELECT a.attname AS name, pg_catalog.format_type(a.atttypid, a.atttypmod) AS type, a.attnotnull AS filled,
            a.attidentity <> '' AS identity, pg_catalog.pg_get_expr(d.adbin, d.adrelid) AS default
     FROM pg_catalog.pg_attribute a
     LEFT JOIN pg_catalog.pg_attrdef d ON d.adrelid = a.attrelid AND d.adnum = a.attnum
-    WHERE a.attrelid = :table AND a.attnum > 0 AND NOT a.attisdropped
+    WHERE a.attrelid = CAST(:table AS oid) AND a.attnum > 0 AND NOT a.attisdropped
     ORDER BY a.attnum
     """
 ).bindparams(_OID)
@@ -37,7 +47,7 @@ _INDEXES = text(
     """
     SELECT c.relname AS name, pg_catalog.pg_get_indexdef(i.indexrelid) AS definition, i.indisvalid AS valid
     FROM pg_catalog.pg_index i JOIN pg_catalog.pg_class c ON c.oid = i.indexrelid
-    WHERE i.indrelid = :table AND NOT i.indisprimary
+    WHERE i.indrelid = CAST(:table AS oid) AND NOT i.indisprimary
     """
 ).bindparams(_OID)
 
@@ -48,7 +58,7 @@ _PRIMARY_KEY = text(
         FROM pg_catalog.unnest(o.conkey) WITH ORDINALITY AS k(number, place)
         JOIN pg_catalog.pg_attribute a ON a.attrelid = o.conrelid AND a.attnum = k.number
     ) AS columns
-    FROM pg_catalog.pg_constraint o WHERE o.conrelid = :table AND o.contype = 'p'
+    FROM pg_catalog.pg_constraint o WHERE o.conrelid = CAST(:table AS oid) AND o.contype = 'p'
     """
 ).bindparams(_OID)
 
@@ -56,6 +66,19 @@ _SCHEMA = text("SELECT count(*) FROM pg_catalog.pg_namespace WHERE nspname = CAS
 
 _TYPES = {"VARCHAR": "character varying"}  # where PostgreSQL has a longer word of its own
 _VACUUM = "autovacuum_enabled"
+
+
+def as_array(values: Iterable[object]) -> str:
+    """A list to bind as text, of numbers or of names of letters, digits and underscores.
+
+    For another type asyncpg asks each new connection what it is, and switches a session's jit for that.
+    """
+    return "{" + ",".join(map(str, values)) + "}"
+
+
+def present_tables(connection: Connection, names: Sequence[str], schema: str | None) -> set[str]:
+    """Which of these tables are there: in a schema, or where statements look for them."""
+    return set(connection.execute(_PRESENT, {"names": as_array(names), "schema": schema}).scalars())
 
 
 class PostgresqlCheck(Check):

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from datetime import timedelta
 
-from sqlalchemy import ARRAY, Connection, String, bindparam, text
+from sqlalchemy import Connection, String, bindparam, text
 
 from outbox.core.diagnosis import Finding, Level
 from outbox.core.durations import in_words
+from outbox.stores.postgresql_check import as_array
 from outbox.stores.postgresql_roles import revoke_insert
 from outbox.stores.tables import Tables
 
@@ -42,7 +43,7 @@ _DEAD = text(
         THEN pg_catalog.pg_table_is_visible(relid) ELSE schemaname = CAST(:schema AS text) END
     ORDER BY n_dead_tup DESC
     """
-).bindparams(bindparam("names", type_=ARRAY(String)), bindparam("schema", type_=String))
+).bindparams(bindparam("names", type_=String), bindparam("schema", type_=String))
 
 _OPEN_SCHEMAS = text(
     """
@@ -55,7 +56,7 @@ _OPEN_SCHEMAS = text(
 
 _WHOLE_INSERTS = text(
     """
-    SELECT CASE acl.grantee WHEN 0 THEN 'PUBLIC' ELSE pg_catalog.pg_get_userbyid(acl.grantee) END AS role
+    SELECT CASE acl.grantee WHEN CAST(0 AS oid) THEN 'PUBLIC' ELSE pg_catalog.pg_get_userbyid(acl.grantee) END AS role
     FROM pg_catalog.pg_class AS class, LATERAL pg_catalog.aclexplode(class.relacl) AS acl
     WHERE class.oid = CAST(CAST(:table AS regclass) AS oid) AND acl.grantee <> class.relowner
     GROUP BY acl.grantee
@@ -109,7 +110,7 @@ def _prepared_transaction(connection: Connection) -> Finding:
 
 
 def _dead_rows(tables: Tables, connection: Connection) -> Finding:
-    names = [table.name for table in tables.metadata.sorted_tables]
+    names = as_array(table.name for table in tables.metadata.sorted_tables)
     rows = connection.execute(_DEAD, {"names": names, "schema": tables.metadata.schema}).all()
     many = [row for row in rows if row.dead > DEAD_ROWS + row.live / 5]
     if not many:

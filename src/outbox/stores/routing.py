@@ -33,8 +33,9 @@ from outbox.core.binding import Binding, Bindings, first_match
 from outbox.core.message import Message
 from outbox.core.store import DISCARD, Routing, Wanted
 from outbox.stores.claims import SqlClaim, one_more
-from outbox.stores.rows import as_seconds, history_line, placed_row
+from outbox.stores.rows import BODY, as_seconds, history_line, placed_row
 from outbox.stores.tables import MESSAGE_COLUMNS, NOT_ROUTED
+from outbox.stores.weights import how_many_fit
 
 if TYPE_CHECKING:
     from outbox.stores.sql import SqlStore
@@ -66,6 +67,7 @@ class _Round:
             queue: SqlClaim(store, each.lease, store.weights[queue], token=self.token) for queue, each in wanted.items()
         }
         self.room = {queue: each.limit for queue, each in wanted.items()}
+        self.bytes = {queue: store.weights[queue].most for queue in wanted}  # that may still be leased
         self.all_routed = False
         self.unanswered = False  # whether a statement that leases was sent, and what it did is not known
         self.taken = 0
@@ -80,10 +82,23 @@ class _Round:
         for queue, leased in self._by_queue(rows).items():
             self.routed[queue] += len(leased)
             self.room[queue] -= len(leased)
+            self.bytes[queue] -= sum(len(row[BODY]) for row in leased)
             if dead := self.claims[queue].hold(leased):
                 self.dead[queue] = dead
         self.taken += len(rows)
         self.all_routed = bool(rows) and rows[0][-1] == len(rows)
+
+    def fitting(self, queue: str, rows: Sequence[Any]) -> int:
+        """How many of these are leased for a queue, by the room and the bytes that it has left."""
+        if not self.room.get(queue):
+            return 0
+        sizes = [row.size or 0 for row in rows[: self.room[queue]]]
+        if self.claims[queue].attempts and sizes[0] > self.bytes[queue]:
+            return 0
+        count = how_many_fit(sizes, self.bytes[queue])
+        self.room[queue] -= count
+        self.bytes[queue] -= sum(sizes[:count])
+        return count
 
     def _by_queue(self, rows: Sequence[Sequence[Any]]) -> Mapping[str, Sequence[Sequence[Any]]]:
         if len(self.claims) == 1:
@@ -147,6 +162,7 @@ class SqlRouting:
         weights = self._store.weights
         wanted = {queue: Wanted(weights[queue].limit(each.limit), each.lease) for queue, each in wanted.items()}
         round = _Round(self._store, wanted)
+        due["most"] = min(round.bytes.values(), default=0)
         try:
             if (known := self._known(wanted)) is not None:
                 await self._route_straight(due | known, round)
@@ -186,21 +202,21 @@ class SqlRouting:
         if not rows:
             return
         bindings = self._bindings_of(rows[0].version or 0, connection)
-        groups: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
+        groups: defaultdict[tuple[str, ...], list[Any]] = defaultdict(list)
         lost: defaultdict[str, list[int]] = defaultdict(list)
         unwanted: list[int] = []
         for row in rows:
             routing_key = str(row.routing_key)  # SQLite keeps bytes in a column of texts
             queues = bindings.queues(routing_key)
             if queues:
-                groups[queues].append(row.id)
+                groups[queues].append(row)
             elif first_match(unroutable, routing_key) == DISCARD:
                 unwanted.append(row.id)
             else:
                 lost[routing_key].append(row.id)
-        for queues, ids in groups.items():
-            self._send_to(connection, queues, ids, round)
-            round.routed.update({queue: len(ids) for queue in queues})
+        for queues, found in groups.items():
+            self._send_to(connection, queues, found, round)
+            round.routed.update({queue: len(found) for queue in queues})
         for routing_key, ids in lost.items():
             line = history_line("unroutable", f"no queue is bound to {routing_key!r}")
             connection.execute(self._pause_unroutable, {"ids": self._store.listed(ids), "line": line})
@@ -215,19 +231,20 @@ class SqlRouting:
         self,
         connection: Connection,
         queues: tuple[str, ...],
-        ids: list[int],
+        rows: Sequence[Any],
         round: _Round,
     ) -> None:
         """The message stays in its row for one queue, if possible one that wants it; each further queue gets a copy."""
-        room, claims = round.room, round.claims
-        stays = next((queue for queue in queues if room.get(queue)), queues[0])
+        claims = round.claims
+        stays = next((queue for queue in queues if round.room.get(queue)), queues[0])
+        ids = [row.id for row in rows]
         for queue in queues:
             if queue != stays:
                 connection.execute(self._copy_to, {"ids": self._store.listed(ids), "queue": queue})
-        taken, left = ids[: room.get(stays, 0)], ids[room.get(stays, 0) :]
+        wanted = round.fitting(stays, rows)
+        taken, left = ids[:wanted], ids[wanted:]
         if taken:
             round.unanswered = True
-            room[stays] -= len(taken)
             chosen = {"ids": self._store.listed(taken), "queue": stays}
             leased = connection.execute(self._move_and_lease, chosen | claims[stays].terms).all()
             claims[stays].bury(connection, claims[stays].hold(leased))

@@ -46,6 +46,7 @@ CLAIMED = (  # what a leasing statement returns, in this order
     *_KEPT,
 )
 
+BODY = CLAIMED.index("body")
 
 
 class Undecodable(str):

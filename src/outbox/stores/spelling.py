@@ -64,5 +64,9 @@ class Spelling(ABC):
         """The last characters of a text."""
 
     @abstractmethod
+    def size(self, column: ColumnElement[Any]) -> ColumnElement[int]:
+        """How many bytes a column of bytes has."""
+
+    @abstractmethod
     def skipping_locked(self, statement: Select[Any]) -> Select[Any]:
         """A SELECT that locks what it finds and passes over what others have locked."""

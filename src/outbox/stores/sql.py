@@ -82,8 +82,9 @@ from outbox.stores.rows import CLAIMED, EXPIRATION_PASSED, LONGEST_HISTORY, as_s
 from outbox.stores.sockets import cut_in_children
 from outbox.stores.spelling import Spelling
 from outbox.stores.tables import MESSAGE_COLUMNS, NOT_ROUTED, Tables
+from outbox.stores.texts import as_text
 from outbox.stores.wakeup import Wakeup
-from outbox.stores.weights import Weight
+from outbox.stores.weights import Weight, how_many_fit
 
 Result = TypeVar("Result")
 
@@ -382,6 +383,7 @@ class SqlStore(Spelling):
             "wanted": destination or NOT_ROUTED,
             "limit": weight.limit(limit),
             "suspected": suspected is not Suspected.NONE,
+            "most": weight.most,
         }
         return SqlClaim(self, lease, weight, due, suspected, isolated_at)
 
@@ -403,6 +405,7 @@ class SqlStore(Spelling):
         if suspected is not Suspected.ALL:
             first = next((row.id for row in found if row.suspected), None)
             chosen = [row for row in found if not row.suspected or row.id == first]
+        chosen = chosen[: how_many_fit((row.size for row in chosen), wanted["most"])]
         if not chosen:
             return []
         ids = {"ids": self.listed([row.id for row in chosen])}
@@ -427,6 +430,7 @@ class SqlStore(Spelling):
                 columns.id,
                 suspected.label("suspected"),
                 columns.routing_key,
+                self.size(columns.body).label("size"),
             )
             .where(
                 columns.destination == bindparam("wanted"),
@@ -607,9 +611,9 @@ class SqlStore(Spelling):
 
     async def purge_inbox(self, keep: timedelta, limit: int) -> int:
         table = self.tables.inbox
-        entry = tuple_(table.c.queue, table.c.message_id)
+        entry = as_text(table.c.queue), as_text(table.c.message_id)
         old = select(*entry).where(table.c.entered_at < self._ago(keep)).order_by(table.c.entered_at).limit(limit)
-        return await self._delete(delete(table).where(entry.in_(self.skipping_locked(old))))
+        return await self._delete(delete(table).where(tuple_(*entry).in_(self.skipping_locked(old))))
 
     async def expire(self, limit: int) -> int:
         columns = self.messages.c

@@ -24,6 +24,7 @@ from sqlalchemy import (
     Float,
     FromClause,
     Insert,
+    Integer,
     LargeBinary,
     NullPool,
     Select,
@@ -272,6 +273,9 @@ class SqliteStore(SqlStore):
 
     def skipping_locked(self, statement: Select[Any]) -> Select[Any]:
         return statement  # whoever is in a transaction that writes is alone
+
+    def size(self, column: ColumnElement[Any]) -> ColumnElement[int]:
+        return func.length(column, type_=Integer)
 
     def rows_written(self, connection: Connection) -> int:
         found = connection.exec_driver_sql("SELECT seq FROM sqlite_sequence WHERE name = ?", (self.messages.name,))

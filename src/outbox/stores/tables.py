@@ -25,8 +25,10 @@ from sqlalchemy import (
     false,
     text,
 )
+from sqlalchemy.types import TypeEngine
 
 from outbox.core.errors import ConfigurationError
+from outbox.stores.texts import compared_as_text
 
 NOT_ROUTED = ""  # a destination that equals something can be searched in index order; IS NULL could not
 
@@ -52,6 +54,11 @@ def _tuned(storage: Mapping[str, str]) -> str:
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 LONGEST_TABLE = 40  # bytes; PostgreSQL cuts names at 63, and the longest derived one adds 20
 LONGEST_SCHEMA = 63
+
+
+def _text(length: int | None = None) -> TypeEngine[str]:
+    return compared_as_text(Text() if length is None else String(length))
+
 
 _id = BigInteger().with_variant(Integer, "sqlite")
 
@@ -83,8 +90,8 @@ class Tables:
             bindings=Table(
                 f"{table_name}_bindings",
                 metadata,
-                Column("queue", String(255), primary_key=True),
-                Column("binding_key", String(255), primary_key=True),
+                Column("queue", _text(255), primary_key=True),
+                Column("binding_key", _text(255), primary_key=True),
             ),
             inbox=_inbox(metadata, table_name),
             state=Table(
@@ -92,25 +99,25 @@ class Tables:
                 metadata,
                 # Row 1 holds the transport and the version, row 2 the sleepers, so that nobody waits for the other.
                 Column("id", Integer, primary_key=True, autoincrement=False),
-                Column("transport", String(64)),
+                Column("transport", _text(64)),
                 Column("bindings_version", BigInteger, nullable=False),
                 Column("asleep_until", DateTime(timezone=True)),  # somebody waits for a wake-up until then
             ),
             circuits=Table(
                 f"{table_name}_circuits",
                 metadata,
-                Column("destination", String(255), primary_key=True),
-                Column("state", String(16), nullable=False),
+                Column("destination", _text(255), primary_key=True),
+                Column("state", _text(16), nullable=False),
                 Column("failures", Integer, nullable=False),
                 Column("paused_until", DateTime(timezone=True)),  # while it is probed: the end of the probe's lease
-                Column("error", Text, nullable=False),
+                Column("error", _text(), nullable=False),
                 Column("refusing_since", DateTime(timezone=True)),  # it answers, and takes nothing
             ),
             owners=Table(
                 f"{table_name}_owners",
                 metadata,
-                Column("queue", String(255), primary_key=True),  # empty: the transport's row
-                Column("owner", Text, nullable=False),  # a service; in the transport's row its address
+                Column("queue", _text(255), primary_key=True),  # empty: the transport's row
+                Column("owner", _text(), nullable=False),  # a service; in the transport's row its address
             ),
         )
 
@@ -131,15 +138,15 @@ def message_columns() -> list[Column[object]]:
         Column("routed_at", DateTime(timezone=True)),
         Column("attempts", Integer, nullable=False, server_default="0"),  # tries that ended
         Column("starts", Integer, nullable=False, server_default="0"),  # tries that began
-        Column("destination", String(255), nullable=False, server_default=NOT_ROUTED),
-        Column("routing_key", String(255), nullable=False),
-        Column("key", String(255)),
-        Column("message_id", String(255), nullable=False),
-        Column("timer_id", String(255)),
-        Column("content_type", String(255), nullable=False),
-        Column("tracking_ids", Text),  # JSON, without the message's own id
-        Column("headers", Text),  # JSON
-        Column("history", Text),  # a line for each failed attempt
+        Column("destination", _text(255), nullable=False, server_default=NOT_ROUTED),
+        Column("routing_key", _text(255), nullable=False),
+        Column("key", _text(255)),
+        Column("message_id", _text(255), nullable=False),
+        Column("timer_id", _text(255)),
+        Column("content_type", _text(255), nullable=False),
+        Column("tracking_ids", _text()),  # JSON, without the message's own id
+        Column("headers", _text()),  # JSON
+        Column("history", _text()),  # a line for each failed attempt
         Column("body", LargeBinary, nullable=False),
     ]
 
@@ -167,8 +174,10 @@ def _messages(metadata: MetaData, name: str) -> Table:
     _index("expiry", table, columns.expires_at.is_not(None), columns.expires_at)
     # As text, because Alembic writes a condition that is nothing but a column in a way that SQLAlchemy cannot read.
     _index("unroutable", table, text("unroutable"), columns.id)
-    waits = (columns.destination == NOT_ROUTED) & columns.done_at.is_(None)
-    _index("timer", table, columns.timer_id.is_not(None) & waits, columns.timer_id, unique=True)
+    waits = "timer_id IS NOT NULL AND {} = '' AND done_at IS NULL"
+    # For PostgreSQL with its type, so that no operator of another role fits better than its own.
+    typed, untyped = text(waits.format("destination::text")), text(waits.format("destination"))
+    _index("timer", table, untyped, columns.timer_id, unique=True, on_postgresql=typed)
     return table
 
 
@@ -178,8 +187,8 @@ def _dead_letters(metadata: MetaData, name: str) -> Table:
         metadata,
         Column("id", _id, Identity(), primary_key=True),
         Column("died_at", DateTime(timezone=True), nullable=False),
-        Column("reason", String(32), nullable=False),
-        Column("error", Text, nullable=False),
+        Column("reason", _text(32), nullable=False),
+        Column("error", _text(), nullable=False),
         *message_columns(),
         sqlite_autoincrement=True,
         postgresql_using=_tuned(STORAGE),
@@ -192,8 +201,8 @@ def _inbox(metadata: MetaData, name: str) -> Table:
     table = Table(
         f"{name}_inbox",
         metadata,
-        Column("queue", String(255), primary_key=True),
-        Column("message_id", String(255), primary_key=True),
+        Column("queue", _text(255), primary_key=True),
+        Column("message_id", _text(255), primary_key=True),
         Column("entered_at", DateTime(timezone=True), nullable=False),
         postgresql_using=_tuned(STORAGE),
     )
@@ -207,8 +216,10 @@ def _index(
     where: ColumnElement[bool] | TextClause,
     *columns: ColumnElement[object],
     unique: bool = False,
+    on_postgresql: TextClause | None = None,
 ) -> None:
-    Index(f"{table.name}_{name}", *columns, unique=unique, postgresql_where=where, sqlite_where=where)
+    typed = where if on_postgresql is None else on_postgresql
+    Index(f"{table.name}_{name}", *columns, unique=unique, postgresql_where=typed, sqlite_where=where)
 
 
 def check_identifier(name: str, what: str, longest: int) -> None:

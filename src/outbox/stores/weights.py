@@ -1,10 +1,15 @@
 """Weight: how many messages of a destination a claim may take, by how large they are.
 
+The statement that claims them adds up their sizes, so that no claim fetches more than it may. What is known of earlier
+ones only keeps it from looking at more than it will take.
+
 A claim that is not fetched within the time for a piece of work takes nothing. Over a slow connection a batch of large
 messages would be asked for again and again, and never come.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 AIM = 8 * 1024 * 1024  # bytes of bodies in a claim
 SMALLEST_AIM = 64 * 1024  # the same after claims that were not fetched in time
@@ -18,6 +23,11 @@ class Weight:
         self._aim = AIM
         self._average: float | None = None  # bytes; none: nothing is known
         self._too_slow = False
+
+    @property
+    def most(self) -> int:
+        """Bytes of bodies in the next claim; a message that is larger comes alone."""
+        return self._aim
 
     def limit(self, wanted: int) -> int:
         """How many messages to claim where so many are wanted."""
@@ -40,3 +50,14 @@ class Weight:
         self._aim = max(SMALLEST_AIM, self._aim // 2)
         self._average = None
         self._too_slow = True
+
+
+def how_many_fit(sizes: Iterable[int | None], most: int) -> int:
+    """How many messages, from the first on, have no more bytes than `most`; at least one."""
+    count = total = 0
+    for size in sizes:
+        total += size or 0
+        if count and total > most:
+            break
+        count += 1
+    return count
