@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import platform
+import shlex
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from urllib.parse import urlsplit
@@ -12,13 +13,16 @@ from urllib.parse import urlsplit
 from sqlalchemy.exc import DBAPIError
 
 from outbox.adapters import installed_drivers
+from outbox.core.dead_letter import Deaths
 from outbox.core.diagnosis import Claimable, Examination, Finding, Level
 from outbox.core.durations import in_words
-from outbox.core.errors import ConfigurationError
+from outbox.core.errors import ConfigurationError, TransportUnavailable
 from outbox.core.listener import Listener
 from outbox.core.store import Backlog, Difference, StoredMessage
 from outbox.core.transport import Transport, Watchable
 from outbox.instance import Outbox
+from outbox.rebinding import Rebinding
+from outbox.transports.database import DatabaseTransport
 
 LARGEST_SKEW = timedelta(seconds=1)  # of the clocks; more is seen in the times that an `eta` names
 PATIENCE = timedelta(minutes=1)  # what is due for longer should have been claimed; at least ten poll intervals
@@ -29,22 +33,32 @@ _REFUSED = "42501"  # PostgreSQL's word for a right that is missing
 
 async def examine(outbox: Outbox, listeners: Sequence[Listener] = (), *, management_url: str = "") -> list[Finding]:
     """Everything that can be said of an outbox, and of its broker beside what these listeners need."""
-    return [*await _database(outbox, listeners), *await _broker(outbox, listeners, management_url)]
+    findings, recorded = await _database(outbox, listeners)
+    return [*findings, *await _broker(outbox, listeners, recorded, management_url)]
 
 
-async def _database(outbox: Outbox, listeners: Sequence[Listener]) -> list[Finding]:
+async def _database(outbox: Outbox, listeners: Sequence[Listener]) -> tuple[list[Finding], Collection[str]]:
+    """What there is to say of it, and the queues that workers have recorded in it."""
     if not outbox.engines.configured:
-        return [_versions(outbox, None), _drivers(), Finding(Level.OK, "database", "none is set up")]
+        return [_versions(outbox, None), _drivers(), Finding(Level.OK, "database", "none is set up")], ()
     examination = await outbox.store.examine()
     differences = await outbox.check_tables()
     findings = [_versions(outbox, examination), _drivers(), *_tables(differences), _clocks(examination)]
     findings += examination.findings
-    if not any(difference.breaks for difference in differences):
-        findings += await _messages(outbox, listeners)
-    return findings
+    if any(difference.breaks for difference in differences):
+        return findings, ()
+    try:
+        return [*findings, *await _messages(outbox, listeners)], await outbox.store.owners()
+    except DBAPIError as error:
+        if getattr(error.orig, "sqlstate", None) != _REFUSED:
+            raise
+        advice = "run doctor as a role that was granted the operator's rights: outbox tables sql --roles"
+        return [*findings, Finding(Level.WARNING, "messages", "this role may not read them", advice)], ()
 
 
-async def _broker(outbox: Outbox, listeners: Sequence[Listener], management_url: str) -> list[Finding]:
+async def _broker(
+    outbox: Outbox, listeners: Sequence[Listener], recorded: Collection[str], management_url: str
+) -> list[Finding]:
     settings = outbox.settings
     if not isinstance(settings.transport, str) or urlsplit(settings.transport).scheme not in ("amqp", "amqps"):
         return []
@@ -52,15 +66,30 @@ async def _broker(outbox: Outbox, listeners: Sequence[Listener], management_url:
         from outbox.transports.rabbitmq import examining, topology
     except ImportError as error:
         raise ConfigurationError(f"RabbitMQ's client is not installed: {error}") from None
-    findings = await examining.examine(
+    examined = await examining.examine(
         settings.transport,
         topology.Names(settings.exchange_name, settings.queue_prefix),
         listeners,
         settings.policy("retry_delays"),
+        recorded=recorded,
         management_url=management_url or settings.rabbitmq_management_url,
     )
-    reached = findings[0].level is Level.OK
-    return [*findings, *(await _alarm(outbox.transport) if reached else ())]
+    if not examined.reached:
+        return examined.findings
+    with_letters = [found.queue for found in examined.queues if found.dead != 0]
+    letters = await _letters_at_broker(outbox, with_letters) if examined.queues else []
+    return [*examined.findings, *letters, *await _alarm(outbox.transport)]
+
+
+async def _letters_at_broker(outbox: Outbox, queues: Sequence[str]) -> list[Finding]:
+    """A queue can only be read by taking messages out of it: those without dead letters are left alone."""
+    within, letters = outbox.settings.duration("fresh_dead_letters"), outbox.transport.dead_letters
+    try:
+        deaths = await letters.deaths(within, known=queues) if queues and within and letters is not None else []
+    except (TransportUnavailable, ConfigurationError) as error:
+        what = f"in RabbitMQ's queues {', '.join(queues)}: not looked at: {error}"
+        return [Finding(Level.WARNING, "dead letters", what, "outbox dead-letters list --queue QUEUE shows them")]
+    return list(_dead_letters(deaths, within, "in RabbitMQ's queues"))
 
 
 async def _alarm(transport: Transport) -> list[Finding]:
@@ -119,17 +148,15 @@ def _clocks(examination: Examination) -> Finding:
 
 async def _messages(outbox: Outbox, listeners: Sequence[Listener]) -> list[Finding]:
     store = outbox.store
-    try:
-        recorded = await store.recorded_transport()
-        claimable = await store.claimable()
-        backlog = await outbox.backlog()
-        lost = await outbox.messages(state="unroutable", limit=1000)
-        of_others = await outbox.owners.findings(outbox.transport, listeners)
-    except DBAPIError as error:
-        if getattr(error.orig, "sqlstate", None) != _REFUSED:
-            raise
-        advice = "run doctor as a role that was granted the operator's rights: outbox tables sql --roles"
-        return [Finding(Level.WARNING, "messages", "this role may not read them", advice)]
+    fresh = outbox.settings.duration("fresh_dead_letters")
+    recorded = await store.recorded_transport()
+    claimable = await store.claimable()
+    backlog = await store.backlog()
+    lost = await outbox.messages(state="unroutable", limit=1000)
+    deaths = await store.dead_letters.deaths(fresh) if fresh else []
+    of_others = await outbox.owners.findings(outbox.transport, listeners)
+    if listeners and isinstance(outbox.transport, DatabaseTransport):
+        of_others += await Rebinding(outbox.settings, lambda event: None).findings(outbox.transport, listeners)
     patience = max(PATIENCE, 10 * outbox.settings.duration("poll_interval"))
     return [
         _transport(recorded, outbox.transport.name),
@@ -137,6 +164,7 @@ async def _messages(outbox: Outbox, listeners: Sequence[Listener]) -> list[Findi
         *_destinations(backlog),
         _leases(claimable, patience),
         *_overdue(claimable, patience, backlog),
+        *_dead_letters(deaths, fresh),
         *_nobody_asks(backlog, lost),
     ]
 
@@ -194,6 +222,23 @@ def _overdue(claimable: list[Claimable], patience: timedelta, backlog: Backlog) 
             yield Finding(Level.ERROR, "due messages", f"{what}, and nobody claims them", advice)
 
 
+def _dead_letters(deaths: Sequence[Deaths], within: timedelta, where: str = "") -> Iterator[Finding]:
+    """Those that died lately: a person has to see them, because nothing tries them again."""
+    if not within:
+        yield Finding(Level.OK, "dead letters", "not looked at: fresh_dead_letters is 0")
+    elif not deaths:
+        yield Finding(Level.OK, "dead letters", " ".join(["none", *where.split(), f"in the last {in_words(within)}"]))
+    for queue in dict.fromkeys(each.queue for each in deaths):
+        found = [each for each in deaths if each.queue == queue]
+        reasons = ", ".join(f"{each.count} {each.reason}" for each in found)
+        place = "before they reached a queue" if queue is None else _place(queue)
+        what = f"{sum(each.count for each in found)} {place}, in the last {in_words(within)}: {reasons}"
+        if any(each.reason is None for each in found):
+            what = f"{sum(each.count for each in found)} {place}, too many to read when they died"
+        advice = f"see why, then replay or discard them: outbox dead-letters list --queue {shlex.quote(queue or '')}"
+        yield Finding(Level.ERROR, "dead letters", what, advice)
+
+
 def _nobody_asks(backlog: Backlog, lost: list[StoredMessage]) -> Iterator[Finding]:
     if backlog.unroutable:
         keys = Counter(stored.message.routing_key for stored in lost).most_common()
@@ -202,9 +247,9 @@ def _nobody_asks(backlog: Backlog, lost: list[StoredMessage]) -> Iterator[Findin
         yield Finding(
             Level.WARNING, "routing", f"{backlog.unroutable} unroutable, no queue is bound to them: {named}", advice
         )
-    unbound = [found for found in backlog.queues if not found.binding_keys and found.delivered + found.retrying]
+    unbound = [found for found in backlog.queues if not found.binding_keys and found.open]
     for queue in unbound:
-        what = f"{queue.delivered + queue.retrying} in the queue {queue.queue!r}, to which nothing is bound any more"
+        what = f"{queue.open} in the queue {queue.queue!r}, to which nothing is bound any more"
         advice = "start a worker that listens on it, or a relay with this route, until it is empty"
         yield Finding(Level.WARNING, "routing", what, advice)
     if not backlog.unroutable and not unbound:

@@ -26,7 +26,7 @@ from outbox.core.listener import Listener, check_listeners
 from outbox.core.message import Message
 from outbox.core.store import Backlog, Difference, Store, StoredMessage
 from outbox.core.tracking import get_tracking_ids, tracking
-from outbox.core.transport import Defaults, Transport
+from outbox.core.transport import Countable, Defaults, Transport
 from outbox.core.webhooks import AnySecrets
 from outbox.engines import Engines
 from outbox.inbound.http.app import HttpApp
@@ -584,8 +584,14 @@ class Outbox:
         return AllDeadLetters(self.store.dead_letters, of_queues)
 
     async def backlog(self) -> Backlog:
-        """What lies where at this moment."""
-        return await self.store.backlog()
+        """What lies where at this moment, in the database and in the queues of a broker. Of the latter some is unknown.
+
+        A broker that does not answer within seconds makes its numbers unknown, which is none.
+        """
+        backlog, transport = await self.store.backlog(), self.transport
+        if not isinstance(transport, Countable):
+            return backlog
+        return backlog.beside(await transport.counted(await self.store.owners()))
 
     async def messages(
         self, *, state: str | None = None, queue: str | None = None, limit: int = 100, after: int = 0

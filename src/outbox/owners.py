@@ -64,7 +64,9 @@ class Owners:
             service = self._settings.service or service_of(listener)
             shared, brokers = _shared_name(transport, listener), _brokers_name(transport, listener)
             # Stored first, the rows of two prefixes share one queue of the database, also within one service.
-            services[shared] = service if shared == brokers else f"{service}, for {brokers}"
+            services[brokers] = service
+            if shared != brokers:
+                services[shared] = f"{service}, for {brokers}"
         return services
 
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from outbox.core.binding import Binding
-from outbox.core.events import Advised, Bound, Observer
+from outbox.core.events import Advised, Bound, Observer, Unbound
 from outbox.core.store import Store
 from outbox.core.transport import Awaited, Takers, Transport
 from outbox.outbound.circuit import Breaker, Circuits
@@ -54,13 +54,18 @@ class Relays:
         return [self.cleanup(), self._publisher(transport)]
 
     async def bind(self, routes: Routes) -> None:
-        """Ask for what the routes are to get. What others asked for before stays, and is told."""
+        """Ask for what the routes are to get. What others asked for before stays and is told, or goes."""
         bindings = [binding for route in routes.routes for binding in route.bindings]
         await self._store.bind(bindings)
         for binding in bindings:
             self._observe(Bound(binding))
         for queue, keys in _further(await self._store.bindings(), bindings).items():
             still_ours = any(route.name == queue for route in routes.routes)
+            if still_ours and self._settings.rebind_queues:
+                for key in keys:
+                    await self._store.unbind(queue, key)
+                    self._observe(Unbound(Binding(queue, key)))
+                continue
             self._observe(
                 Advised(
                     "relay",
@@ -156,7 +161,12 @@ class Relays:
 def _removal(queue: str, *, still_ours: bool) -> str:
     """It takes all keys of a queue, and what is routed before a relay binds the others again is not copied to it."""
     command = f"run: outbox queues remove {queue}"
-    return f"stop all relays, {command}, and start them: this one binds what it needs" if still_ours else command
+    if not still_ours:
+        return command
+    return (
+        f"stop all relays, {command}, and start them: this one binds what it needs. Or set rebind_queues=True, which "
+        "removes such keys whenever a relay starts"
+    )
 
 
 def _further(found: list[Binding], ours: list[Binding]) -> dict[str, list[str]]:

@@ -159,6 +159,13 @@ class Settings:
         shown="`/`, the database's name, `/`, the table's name",
         parse=str,
     )
+    rebind_queues: bool = _option(
+        False,
+        "A worker or relay that starts removes the binding keys of its queues or routes that no listener or route of "
+        "its own asks for. Set it where all processes of a queue always have the same declaration: the one that "
+        "starts last decides. On RabbitMQ it needs `rabbitmq_management_url`.",
+        parse=_truth,
+    )
     service: str | None = _option(
         None,
         "The name of your service, recorded with each queue that its workers serve. A worker of another service that "
@@ -232,6 +239,13 @@ class Settings:
         shown="30 days",
         parse=_retention,
     )
+    fresh_dead_letters: Seconds = _option(
+        3600.0,
+        "`outbox doctor` reports dead letters that are younger, as an error. Set it to the time in which a person "
+        "looks at its result; 0 reports none.",
+        shown="1 h",
+        parse=parse_duration,
+    )
     max_body_size: int = _option(LARGEST_BODY, "Largest body in bytes.", shown="1 MiB", parse=_whole)
     redact_error: Callable[[str], str] | None = _option(
         None, "Called with each error text before it is stored; returns what may be kept of it."
@@ -280,8 +294,10 @@ class Settings:
             check_name(self.service, "service")
         if self.webhook_secrets is not None:
             self._set("webhook_secrets", Secrets.of(self.webhook_secrets))
-        for name in ("poll_interval", "lease", "grace"):
-            self._set(name, self._checked(name, as_lifetime if name != "grace" else as_delay))
+        for name in ("poll_interval", "lease"):
+            self._set(name, self._checked(name, as_lifetime))
+        for name in ("grace", "fresh_dead_letters"):
+            self._set(name, self._checked(name, as_delay))
         if self.expiration is not None:
             self._set("expiration", self._checked("expiration", as_lifetime))
         for name in ("batch_size", "prefetch_count", "max_body_size"):
@@ -305,6 +321,7 @@ class Settings:
             check_restart_delay(self.restart_delay)
         self._check_unroutable()
         self._check_routes()
+        self._check_rebinding()
         self._check_credentials()
 
     def __repr__(self) -> str:
@@ -367,6 +384,15 @@ class Settings:
         for pattern in routes:
             check_name(pattern, "binding key of routes")
         self._set("routes", routes)
+
+    def _check_rebinding(self) -> None:
+        if not isinstance(self.rebind_queues, bool):
+            raise ConfigurationError(f"rebind_queues={self.rebind_queues!r}: True or False")
+        at_rabbitmq = isinstance(self.transport, str) and self.transport.startswith(("amqp:", "amqps:"))
+        if self.rebind_queues and at_rabbitmq and not self.rabbitmq_management_url:
+            raise ConfigurationError(
+                "rebind_queues=True needs rabbitmq_management_url: AMQP does not tell what a queue is bound to"
+            )
 
     def _check_credentials(self) -> None:
         places = {"transport": self.transport, **{f"the route of {key!r}": to for key, to in self.routes.items()}}

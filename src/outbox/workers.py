@@ -26,6 +26,7 @@ from outbox.inbound.strategies import Isolation
 from outbox.inbound.threads import Threads
 from outbox.inbound.unrenewed import Leases
 from outbox.inbound.worker import Handler, Source, Worker
+from outbox.rebinding import Rebinding
 from outbox.settings import Settings
 from outbox.transports.database import DatabaseTransport
 
@@ -66,6 +67,7 @@ class Workers:
         await transport.declare(listeners)
         for listener in listeners:
             self._observe(Bound(listener.binding))
+        await Rebinding(self._settings, self._observe).at_start(transport, listeners)
         stored = _to_store(transport, listeners)
         if not stored:
             return self._serving(transport, handlings)

@@ -22,7 +22,13 @@ from .pages import ROOT, Page, all_pages
 
 RABBITMQ = Page(ROOT / "docs/operate/rabbitmq.md")
 WATCHING = Page(ROOT / "docs/operate/watching.md")
-ALERTS = re.findall(r"^\| (`.+?) \|", WATCHING.text.partition("## Alerts")[2].partition("## Logs")[0], re.MULTILINE)
+ALERTS, ON_RABBITMQ = (
+    re.findall(r"^\| (`.+?) \|", WATCHING.text.partition(f"## {title}\n")[2].partition("\n## ")[0], re.MULTILINE)
+    for title in ("Alerts", "On RabbitMQ")
+)
+
+
+QUEUE_NUMBERS = {each.name for each in fields(QueueBacklog)} - {"queue", "transport"}
 
 
 @pytest.mark.parametrize("page", all_pages(), ids=lambda page: page.name)
@@ -46,6 +52,10 @@ def test_every_number_to_watch_is_in_the_document_of_status() -> None:
     named = [re.findall(r"`(.+?)`", row) for row in ALERTS]
     assert len(named) == 5
     assert {names[0] for names in named} <= counted
+    on_rabbitmq = {name for row in ON_RABBITMQ for name in re.findall(r"`(.+?)`", row)}
+    assert on_rabbitmq <= counted | {"rates"}
+    assert {names[0].split(".rows")[0] for names in named} <= on_rabbitmq, "each alert works there, or it says why not"
+    assert on_rabbitmq >= {f"queues[].{name}" for name in QUEUE_NUMBERS}
 
 
 def test_the_limits_are_those_of_the_doctor() -> None:

@@ -33,6 +33,7 @@ from outbox.core.events import (
     StillRunning,
     Stopped,
     Troubled,
+    Unbound,
     Unroutable,
 )
 from outbox.core.outage import DATABASE
@@ -95,6 +96,7 @@ CASES: list[Any] = [
         id="undecodable",
     ),
     pytest.param(Bound(Binding("billing", "order.*")), logging.DEBUG, ["billing", "order.*"], id="bound"),
+    pytest.param(Unbound(Binding("billing", "order.*")), logging.INFO, ["billing", "order.*"], id="unbound"),
     pytest.param(
         Conflicted("billing", ATTEMPT, 2, OSError("could not serialize"), timedelta(milliseconds=20)),
         logging.INFO,

@@ -95,11 +95,11 @@ async def effects(outbox: Outbox, shop: Shop) -> Counter[int]:
 
 
 async def emptied(outbox: Outbox) -> None:
-    """Wait until nothing waits and nothing lies in a queue."""
+    """Wait until nothing waits and nothing lies in a queue of the database."""
     async with asyncio.timeout(SOON):
         while True:
-            backlog = await outbox.backlog()
-            if not backlog.waiting and not any(queue.delivered + queue.retrying for queue in backlog.queues):
+            backlog = await outbox.store.backlog()
+            if not backlog.waiting and not any(queue.open for queue in backlog.queues):
                 return
             await asyncio.sleep(0.1)
 

@@ -306,6 +306,7 @@ def calls() -> Iterator[tuple[str, Operation]]:
     yield "Store.find", lambda stage: stage.store.find("nobody")
     yield "DeadLetters.list", lambda stage: stage.outbox.dead_letters.list()
     yield "DeadLetters.chosen", lambda stage: stage.outbox.dead_letters.chosen(Filter())
+    yield "DeadLetters.deaths", lambda stage: stage.outbox.dead_letters.deaths(HOUR)
 
 
 COLD = (

@@ -53,12 +53,14 @@ async def test_status_counts_what_lies_where(command: Command, outbox: Outbox) -
     assert found["queues"] == [
         {
             "queue": "broken",
+            "transport": "database",
             "binding_keys": ["order.*"],
             "delivered": 0,
             "retrying": 0,
             "leased": 0,
             "dead": 1,
             "oldest": None,
+            "consumers": None,
         }
     ]
     assert found["rates"] is None

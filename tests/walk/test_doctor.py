@@ -15,6 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from outbox import Binding, Outbox
 from outbox.cli.exits import ExitCode
+from outbox.core.attempt import Dead, Reason
 from outbox.core.diagnosis import Finding, Level
 from outbox.doctor import examine
 from outbox.stores import postgresql_examination, sqlite_examination
@@ -62,8 +63,8 @@ async def test_a_healthy_database_is_told_to_be_one(command: Command, outbox: Ou
     document = (await command.run("doctor", "--json")).document
     assert document["healthy"] is True
     subjects = [finding["subject"] for finding in document["findings"]]
-    common = ["versions", "drivers", "tables", "clocks"], ["transport", "leases", "due messages", "routing"]
-    assert subjects[:4] + subjects[-4:] == common[0] + common[1]
+    assert subjects[:4] == ["versions", "drivers", "tables", "clocks"]
+    assert subjects[-5:] == ["transport", "leases", "due messages", "dead letters", "routing"]
     server = "PostgreSQL 1" if "postgresql" in command.settings["OUTBOX_DB_ENGINE_URL"] else "SQLite 3"
     assert f", {server}" in document["findings"][0]["what"]
 
@@ -206,6 +207,45 @@ async def test_a_table_of_another_transport_is_an_error(outbox: Outbox) -> None:
     assert finding.level == Level.ERROR
     assert finding.what.startswith("the table belongs to rabbitmq, and database is configured")
     assert finding.advice.endswith("outbox tables switch-transport database")
+
+
+async def died(outbox: Outbox, *reasons: Reason) -> None:
+    """Dead letters in the queue `billing`."""
+    await in_queue(outbox, len(reasons))
+    async with outbox.store.claim(len(reasons), lease=timedelta(seconds=60), destination="billing") as claim:
+        ends = zip(claim.attempts, reasons, strict=True)
+        await claim.settle({attempt.id: Dead(reason, "why") for attempt, reason in ends})
+
+
+async def test_fresh_dead_letters_are_an_error_by_queue_and_reason_until_they_are_old(
+    command: Command, outbox: Outbox
+) -> None:
+    await outbox.create_tables()
+    assert await found(outbox, "dead letters") == Finding(Level.OK, "dead letters", "none in the last 1h")
+    await died(outbox, Reason.EXHAUSTED, Reason.EXHAUSTED, Reason.REJECTED)
+    finding = await found(outbox, "dead letters")
+    assert finding.level == Level.ERROR
+    assert finding.what == "3 in the queue 'billing', in the last 1h: 2 exhausted, 1 rejected"
+    assert finding.advice.endswith("outbox dead-letters list --queue billing")
+    await outbox.close()
+    assert (await command.run("doctor")).code == ExitCode.UNHEALTHY
+    assert (await command.run("doctor", OUTBOX_FRESH_DEAD_LETTERS="0")).code == 0
+    store = outbox.store
+    assert isinstance(store, SqlStore)
+    longer_ago = update(store.tables.dead_letters).values(died_at=store.later(store.clock(), literal(-3700.0)))
+    await store.transact(lambda connection: connection.execute(longer_ago))
+    assert (await found(outbox, "dead letters")).level == Level.OK
+    assert (await command.run("doctor", OUTBOX_FRESH_DEAD_LETTERS="2h")).code == ExitCode.UNHEALTHY
+
+
+async def test_dead_letters_that_never_reached_a_queue_are_told_as_such(outbox: Outbox) -> None:
+    async with outbox.transaction() as session:
+        await outbox.emit(session, "order.created", 1)
+    async with outbox.store.claim(1, lease=timedelta(seconds=60)) as claim:
+        await claim.settle({claim.attempts[0].id: Dead(Reason.REFUSED, "404")})
+    finding = await found(outbox, "dead letters")
+    assert finding.what == "1 before they reached a queue, in the last 1h: 1 refused"
+    assert finding.advice.endswith("outbox dead-letters list --queue ''")
 
 
 # Clocks.

@@ -158,7 +158,7 @@ async def shop(make_outbox: MakeOutbox, table_name: str) -> Shop:
 
 
 def in_queues(backlog: Backlog) -> int:
-    return sum(queue.delivered + queue.retrying for queue in backlog.queues)
+    return sum(queue.open for queue in backlog.queues)
 
 
 @two_databases

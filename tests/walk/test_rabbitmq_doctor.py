@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import sys
 from collections.abc import Sequence
@@ -11,9 +12,11 @@ from typing import Any
 
 import pytest
 
-from outbox import Listener
+from outbox import Listener, Outbox, Reject
 from outbox.cli.exits import ExitCode
+from outbox.core.dead_letter import DeadLetters
 from outbox.testing.servers import RabbitMQ
+from outbox.transports.rabbitmq import dead_letters as rabbitmq_dead_letters
 from outbox.transports.rabbitmq.management import management_url_of
 from outbox.transports.rabbitmq.topology import Names, Topology
 from tests.broker import VirtualHost
@@ -65,6 +68,11 @@ class Doctor:
         self.code, self.said = ran.code, ran.said
         return [(each["level"], each["subject"], each["what"]) for each in ran.document["findings"]][3:]
 
+    async def complains_of(self, subject: str, listeners: str = "", *, fresh: str = "1h") -> list[Told]:
+        """Its findings about one subject that are not fine."""
+        self.command.settings["OUTBOX_FRESH_DEAD_LETTERS"] = fresh
+        return [each for each in await self.finds(listeners) if each[0] != "ok" and each[1] == subject]
+
     async def complains(self, listeners: str = "listeners", **options: str) -> list[Told]:
         """Its findings that are not fine; that nobody consumes is left out too."""
         return [each for each in await self.finds(listeners, **options) if each[0] != "ok" and each[1] != "consumers"]
@@ -90,6 +98,7 @@ async def test_a_broker_with_all_that_listeners_need_is_fine(doctor: Doctor, vho
         ("ok", "consumers"),
         ("ok", "bindings"),
         ("ok", "orphaned queues"),
+        ("ok", "dead letters"),
     ]
     assert doctor.code == ExitCode.FINE
     assert "RabbitMQ " in found[0][2]
@@ -97,15 +106,17 @@ async def test_a_broker_with_all_that_listeners_need_is_fine(doctor: Doctor, vho
 
 
 @pytest.mark.parametrize("management_url", ["", NOWHERE], ids=["management", "no management"])
-async def test_everything_that_is_missing_is_named_and_nothing_is_made(
+async def test_everything_that_is_missing_is_told_once_and_nothing_is_made(
     doctor: Doctor, vhost: VirtualHost, management_url: str
 ) -> None:
     found = await doctor.finds(management_url=management_url)
     assert doctor.code == ExitCode.UNHEALTHY
-    missing = {what for level, _, what in found if level == "error"}
+    [(subject, missing)] = [(subject, what) for level, subject, what in found if level == "error"]
     topology = Topology.of(Names(), LISTENERS, ())
     names = [each.name for each in (*topology.exchanges, *topology.queues)]
-    assert missing >= {f"{name!r} is missing" for name in [*names, "outbox.topology_v1"]}
+    assert (subject, missing.endswith("is there yet")) == ("exchanges and queues", True)
+    assert {name for name in [*names, "outbox.topology_v1"] if f"{name!r}" not in missing} == set()
+    assert "consumers" not in {subject for _, subject, _ in found}, "there is nothing to consume"
     assert vhost.exchanges() == {}
     assert vhost.queues() == {}
 
@@ -234,6 +245,72 @@ async def test_a_password_that_is_wrong_is_an_error_that_does_not_show_it(doctor
     [(level, subject, _)] = await doctor.finds(url=url)
     assert (level, subject) == ("error", "broker")
     assert "s3cret" not in doctor.said
+
+
+async def test_without_listeners_queues_without_a_consumer_are_found(doctor: Doctor, vhost: VirtualHost) -> None:
+    await provision(vhost)
+    async with channel_to(vhost.url) as channel:
+        await channel.basic_consume("shipping", ignore)
+        told = await doctor.complains_of("consumers")
+        assert told == [("warning", "consumers", "nobody consumes 'billing', 0 waiting")]
+
+
+async def test_fresh_dead_letters_at_the_broker_are_an_error_by_queue_and_reason(
+    doctor: Doctor, vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def reject(order: Any) -> None:
+        raise Reject("no such order")
+
+    outbox = Outbox(transport=vhost.url, observers=[])
+    async with outbox.running(listeners=[Listener("order.*", reject, queue="billing")]), channel_to(vhost.url) as there:
+        for number in range(3):
+            await there.basic_publish(str(number).encode(), exchange="outbox", routing_key="order.created")
+        letters = outbox.dead_letters
+        await until(lambda: _has_letters(letters, 3))
+        told = await doctor.complains_of("dead letters", "")
+        assert told == [("error", "dead letters", "3 in the queue 'billing', in the last 1h: 3 rejected")]
+        assert doctor.code == ExitCode.UNHEALTHY
+        assert await doctor.complains_of("dead letters", "", fresh="0") == []
+        monkeypatch.setattr(rabbitmq_dead_letters, "MOST_COUNTED", 2)
+        told = await doctor.complains_of("dead letters")
+        assert told == [("error", "dead letters", "3 in the queue 'billing', too many to read when they died")]
+        await asyncio.sleep(0.01)
+        monkeypatch.undo()
+        assert await doctor.complains_of("dead letters", "", fresh="10ms") == []
+
+
+async def test_with_the_management_interface_all_queues_are_counted(doctor: Doctor, vhost: VirtualHost) -> None:
+    await provision(vhost)
+    command = Command(doctor.command.folder, dict(doctor.command.settings))
+    command.settings["OUTBOX_DB_ENGINE_URL"] = f"sqlite+aiosqlite:///{command.folder / 'outbox.db'}"
+    command.settings["OUTBOX_RABBITMQ_MANAGEMENT_URL"] = doctor.management_url
+    assert (await command.run("tables", "create")).code == 0
+    arrived = asyncio.Event()
+
+    async def hold(message: object) -> None:
+        arrived.set()
+
+    async with channel_to(vhost.url) as channel:
+        await channel.basic_consume("shipping", hold)
+        await channel.basic_publish(b"{}", exchange="outbox", routing_key="order.created")
+        await channel.basic_publish(b"{}", exchange="outbox.dlx", routing_key="billing")
+        await arrived.wait()
+        counted: dict[str, dict[str, Any]] = {}
+
+        async def all_of_it() -> bool:  # the interface tells numbers that are up to five seconds old
+            found = (await command.run("queues", "list", "--json")).document["queues"]
+            counted.update({each["queue"]: each for each in found})
+            return bool(counted["shipping"]["leased"] == 1 and counted["billing"]["dead"] == 1)
+
+        await until(all_of_it)
+    billing, shipping = counted["billing"], counted["shipping"]
+    assert (billing["binding_keys"], billing["delivered"], billing["leased"]) == (["order.*"], 1, 0)
+    assert (shipping["binding_keys"], shipping["delivered"]) == (["order.created"], 1)
+    assert (billing["consumers"], shipping["consumers"], shipping["dead"]) == (0, 1, 0)
+
+
+async def _has_letters(letters: DeadLetters, count: int) -> bool:
+    return len(await letters.list(queue="billing")) == count
 
 
 async def test_without_listeners_the_broker_alone_is_looked_at(doctor: Doctor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 from yarl import URL
 
-from outbox import Listener, Outbox
+from outbox import Listener, Outbox, Reject
 from outbox.cli.exits import ExitCode
 from outbox.core.events import Relayed
 from outbox.testing.servers import RabbitMQ
@@ -119,6 +120,12 @@ async def test_a_broker_that_was_stopped_is_told_and_delivery_goes_on_when_it_is
         ran = await command.run("status", "--interval", "0", "--json")
         assert "away" in ran.document["transport"]["trouble"]
         assert ran.document["waiting"] == 10
+        assert ran.document["dead"] is None, "unknown, and not 0"
+        [queue] = ran.document["queues"]
+        assert {queue[name] for name in ("delivered", "retrying", "leased", "dead", "consumers")} == {None}
+        assert re.search(
+            r"^\S+\.orders +rabbitmq( +unknown){6} +-$", (await command.run("queues", "list")).stdout, re.M
+        )
         assert "guest" not in ran.said
         await until(lambda: _nothing_leased(shop))
         with Statements() as statements:
@@ -192,6 +199,55 @@ async def test_looking_brings_no_message_to_anybody_and_needs_no_right(
         assert ran.document["transport"] == {"name": "rabbitmq", "trouble": None}
         await shop.emit("second")
         assert await arrival(everything) == "second"
+
+
+async def test_messages_and_dead_letters_at_the_broker_are_counted(
+    make_outbox: MakeOutbox, command: Command, table_name: str, broker: RabbitMQ
+) -> None:
+    async def reject(order: Any) -> None:
+        raise Reject("no such order")
+
+    command.settings["OUTBOX_QUEUE_PREFIX"] = f"{table_name}."
+    outbox = make_outbox(rabbitmq_url=broker.url, exchange_name=table_name, queue_prefix=f"{table_name}.", observers=[])
+    async with outbox.transaction() as session:
+        await outbox.emit_many(session, "order.created", range(2))
+    async with outbox.running(relay=True, listeners=[Listener("order.*", reject, queue="orders")]):
+        await eventually(lambda: _counts(outbox, consumers=1, dead=2))
+    async with outbox.running(relay=True):
+        async with outbox.transaction() as session:
+            await outbox.emit_many(session, "order.created", range(3))
+        await eventually(lambda: _counts(outbox, consumers=0, delivered=3, dead=2))
+    found = await outbox.backlog()
+    assert (found.dead, found.dead_by_reason) == (2, {"unknown": 2})
+    document = (await command.run("status", "--json", "--interval", "0")).document
+    [queue] = document["queues"]
+    assert (document["dead"], queue["queue"], queue["transport"]) == (2, "orders", "rabbitmq")
+    assert (queue["delivered"], queue["dead"], queue["consumers"]) == (3, 2, 0)
+    assert (queue["leased"], queue["retrying"], queue["oldest"], queue["binding_keys"]) == (None, None, None, None)
+    listed = (await command.run("queues", "list")).stdout
+    assert re.search(r"^orders +rabbitmq +0 +unknown +3 +unknown +unknown +2 +unknown$", listed, re.M)
+    shown = (await command.run("status", "--interval", "0")).stdout
+    assert re.search(r"^  dead +2 \(2 unknown\), see outbox dead-letters list$", shown, re.M)
+    said = (await command.run("messages", "list")).stdout
+    assert "handed to rabbitmq" in said and "outbox queues list" in said and "handled" not in said
+    ran = await command.run("doctor", "--json")
+    told = [each["what"] for each in ran.document["findings"] if each["level"] == "error"]
+    assert f"nobody consumes '{table_name}.orders', 3 waiting" in told
+
+
+async def _counts(outbox: Outbox, **numbers: int) -> bool:
+    """A quorum queue tells its length a few seconds later."""
+    return any(
+        all(getattr(queue, name) == number for name, number in numbers.items())
+        for queue in (await outbox.backlog()).queues
+    )
+
+
+async def test_where_no_queue_is_known_the_dead_letters_are_unknown(make_outbox: MakeOutbox, broker: RabbitMQ) -> None:
+    outbox = make_outbox(rabbitmq_url=broker.url)
+    await outbox.create_tables()
+    found = await outbox.backlog()
+    assert (found.dead, found.queues) == (None, ())
 
 
 async def test_a_broker_that_refuses_the_user_or_says_nothing_is_told(

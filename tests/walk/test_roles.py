@@ -250,6 +250,13 @@ async def test_a_relay_with_routes_needs_what_is_printed_as_a_comment(
         async with relay.transaction() as session:
             await relay.emit(session, "a", 1)
         await until(lambda: sent)
+    rebinding = make_outbox(db_engine_url=roles.url_of("relay"), routes={"a": billing}, rebind_queues=True)
+    with pytest.raises(DBAPIError, match="permission denied"):
+        async with rebinding.running(relay=True):
+            pass
+    roles.run(next(line for line in printed.splitlines() if line.startswith("-- GRANT DELETE ON")).removeprefix("-- "))
+    async with rebinding.running(relay=True):
+        assert [binding.binding_key for binding in await rebinding.bindings()] == ["a"]
 
 
 async def only_waits(operator: Outbox, count: int) -> bool:
@@ -319,7 +326,7 @@ async def test_a_producer_cancels_timers_only_with_the_right_that_is_printed_as_
         async with producer.transaction() as session:
             await producer.cancel_timer(session, "t")
     script = (await command.run("tables", "sql", "--roles", "--role-prefix", roles.table_name)).stdout
-    [grant] = [line for line in script.splitlines() if line.startswith("-- GRANT DELETE")]
+    [grant] = [line for line in script.splitlines() if line.startswith("-- GRANT DELETE,")]
     await asyncio.to_thread(roles.run, grant.removeprefix("-- "))
     async with producer.transaction() as session:
         assert await producer.cancel_timer(session, "t")

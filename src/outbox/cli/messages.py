@@ -15,7 +15,9 @@ from outbox.cli.documents import document, print_document
 from outbox.cli.exits import ExitCode, Failure
 from outbox.cli.targets import AsJson, OutboxName, find_outbox
 from outbox.core.message import Message
-from outbox.core.store import StoredMessage
+from outbox.core.store import IN_DATABASE, StoredMessage
+from outbox.core.transport import Countable
+from outbox.instance import Outbox
 
 app = typer.Typer(help="List stored messages and tell the walk of one.", no_args_is_help=True)
 
@@ -64,7 +66,7 @@ def list_messages(
     if as_json:
         print_document({"messages": found, "next_after": next_after}, with_body=with_body)
     elif not found:
-        screen.show(screen.note(f"no message; {GONE}"))
+        screen.show(screen.note(f"no message; {_gone(outbox)}"))
     else:
         _show_list(found, with_body)
         if next_after is not None:
@@ -81,7 +83,7 @@ def show_message(
     if not places:
         raise Failure(
             ExitCode.WRONG,
-            f"no message has the id {message_id!r}; {GONE}",
+            f"no message has the id {message_id!r}; {_gone(outbox)}",
         )
     if as_json:
         without_message = [
@@ -90,6 +92,15 @@ def show_message(
         print_document({"message": places[0].message, "places": without_message}, with_body=with_body)
     else:
         _show_walk(places, with_body)
+
+
+def _gone(outbox: Outbox) -> str:
+    """Why a message that was emitted may not be here."""
+    transport = outbox.transport
+    if transport.name == IN_DATABASE:
+        return GONE
+    counted = ", and may wait there: see outbox queues list" if isinstance(transport, Countable) else ""
+    return f"those that were handed to {transport.name} are deleted here unless clean_up_after keeps them{counted}"
 
 
 def _show_list(found: Sequence[StoredMessage], with_body: bool) -> None:

@@ -13,11 +13,16 @@ from outbox.cli import screen, words
 from outbox.cli.asking import ask
 from outbox.cli.documents import print_document
 from outbox.cli.exits import ExitCode, Failure
-from outbox.cli.targets import AsJson, OutboxName, find_outbox
-from outbox.core.store import QueueBacklog
+from outbox.cli.logs import hush_clients
+from outbox.cli.targets import AsJson, ListenersName, OutboxName, find_listeners, find_outbox
+from outbox.core.binding import Binding
+from outbox.core.listener import Listener, check_listeners
+from outbox.core.store import IN_DATABASE, QueueBacklog
+from outbox.core.transport import Rebindable
 from outbox.instance import Outbox
+from outbox.rebinding import Rebinding
 
-app = typer.Typer(help="List queues, remove their bindings, release them.", no_args_is_help=True)
+app = typer.Typer(help="List queues, replace or remove their bindings, release them.", no_args_is_help=True)
 
 Queue = Annotated[str, typer.Argument(metavar="QUEUE", help="The queue's name.", show_default=False)]
 
@@ -50,9 +55,8 @@ def remove_queue(queue: Queue, as_json: AsJson = False, outbox_name: OutboxName 
         print_document({"queue": queue, "removed": removed, "left": left})
         return
     print(f"removed {words.count(removed, 'binding')} of {words.printable(queue)}")
-    if left is not None and (left.delivered or left.retrying or left.dead):
-        messages = words.count(left.delivered + left.retrying, "message")
-        print(f"in it still: {messages}, {words.count(left.dead, 'dead letter')}")
+    if left is not None and (left.open or left.dead):
+        print(f"in it still: {words.count(left.open, 'message')}, {words.count(left.dead or 0, 'dead letter')}")
 
 
 @app.command("release", short_help="Forget which service a queue belongs to.")
@@ -71,9 +75,50 @@ def release_queue(queue: Queue, as_json: AsJson = False, outbox_name: OutboxName
         print(f"{words.printable(queue)} does not belong to {words.printable(service)} any more")
 
 
+@app.command("rebind", short_help="Let queues get what their listeners ask for, and nothing else.")
+def rebind_queues(listeners_name: ListenersName, as_json: AsJson = False, outbox_name: OutboxName = "") -> None:
+    """Bind the queues of these listeners by the listeners' keys, and remove all other keys of these queues.
+
+    A worker that starts adds the keys of its listeners and removes none, so that workers of two versions can run side
+    by side. Run this when those of the old version have ended. What already lies in a queue stays there.
+
+    On RabbitMQ the management interface is asked: OUTBOX_RABBITMQ_MANAGEMENT_URL, or port 15672 (15671 with TLS) of the
+    broker's host.
+    """
+    hush_clients()
+    listeners = find_listeners(listeners_name)
+    check_listeners(listeners)
+    outbox = find_outbox(outbox_name)
+    stale = ask(outbox, lambda: _rebind(outbox, listeners), needs_tables=outbox.transport.name == IN_DATABASE)
+    removed = {
+        each.queue: [binding.binding_key for binding in stale if binding.queue == each.queue] for each in listeners
+    }
+    if as_json:
+        queues = [
+            {"queue": each.queue, "binding_key": each.binding_key, "removed": removed[each.queue]} for each in listeners
+        ]
+        print_document({"queues": queues})
+        return
+    for each in listeners:
+        gone = f", and no more {', '.join(removed[each.queue])}" if removed[each.queue] else ""
+        print(words.printable(f"{each.queue} gets {each.binding_key}{gone}"))
+
+
+async def _rebind(outbox: Outbox, listeners: Sequence[Listener]) -> list[Binding]:
+    transport = outbox.transport
+    if not isinstance(transport, Rebindable):
+        raise Failure(ExitCode.CONFIGURATION, f"the transport {transport.name!r} has no queues that could be bound")
+    await transport.open()
+    try:
+        await transport.declare(listeners)
+        return await Rebinding(outbox.settings, lambda event: None).replace(transport, listeners)
+    finally:
+        await transport.close()
+
+
 async def _remove(outbox: Outbox, queue: str) -> tuple[int, QueueBacklog | None]:
     removed = await outbox.unbind(queue)
-    backlog = await outbox.backlog()
+    backlog = await outbox.store.backlog()
     return removed, next((found for found in backlog.queues if found.queue == queue), None)
 
 
@@ -83,21 +128,30 @@ def no_queue() -> Text:
 
 
 def queue_table(queues: Sequence[QueueBacklog]) -> Table:
-    """Queues as status and `queues list` show them."""
+    """Queues as status and `queues list` show them; where they are is shown if some are at a broker."""
     numbers = ("delivered", "retrying", "leased", "dead", "oldest")
+    at_broker = ("transport", "consumers") if any(found.transport != IN_DATABASE for found in queues) else ()
     return screen.table(
-        ("queue", "binding keys", *numbers),
+        ("queue", *at_broker, "binding keys", *numbers),
         [
             (
                 found.queue,
-                ", ".join(found.binding_keys) or words.NOTHING,
-                found.delivered,
-                found.retrying,
-                found.leased,
-                found.dead,
-                words.duration(found.oldest),
+                *([found.transport, _consumers(found)] if at_broker else []),
+                _told(None if found.binding_keys is None else ", ".join(found.binding_keys) or words.NOTHING),
+                *map(_told, (found.delivered, found.retrying, found.leased, found.dead)),
+                _told(None) if found.transport != IN_DATABASE and found.delivered else words.duration(found.oldest),
             )
             for found in queues
         ],
-        numbers=numbers,
+        numbers=(*at_broker[1:], *numbers),
     )
+
+
+def _consumers(found: QueueBacklog) -> object:
+    """Only what a broker hands to workers has any."""
+    has_none = found.transport == IN_DATABASE or (found.delivered == 0 and found.consumers is None)
+    return words.NOTHING if has_none else _told(found.consumers)
+
+
+def _told(value: object) -> object:
+    return words.UNKNOWN if value is None else value

@@ -21,7 +21,7 @@ from outbox.cli.exits import ExitCode, Failure
 from outbox.cli.logs import hush_clients
 from outbox.cli.queues import no_queue, queue_table
 from outbox.cli.targets import AsJson, OutboxName, find_outbox
-from outbox.core.store import Backlog, Circuit, CircuitState
+from outbox.core.store import IN_DATABASE, Backlog, Circuit, CircuitState
 from outbox.core.transport import Watchable
 from outbox.instance import Outbox
 from outbox.shutdown import Shutdown, on_signals
@@ -66,7 +66,7 @@ class Look:
 
     @property
     def open_rows(self) -> int:
-        queued = sum(queue.delivered + queue.retrying for queue in self.backlog.queues)
+        queued = sum(queue.open for queue in self.backlog.queues if queue.transport == IN_DATABASE)
         return self.backlog.waiting + self.backlog.unroutable + queued
 
 
@@ -167,8 +167,11 @@ async def _looks(outbox: Outbox, condition: Asking, interval: float, shutdown: S
 
 
 async def _look(outbox: Outbox, condition: Asking) -> Look:
-    backlog = await outbox.backlog()
-    return Look(datetime.now(UTC), backlog, await condition())
+    asking = asyncio.ensure_future(condition())  # beside it: each waits for a silent broker
+    try:
+        return Look(datetime.now(UTC), await outbox.backlog(), await asking)
+    finally:
+        asking.cancel()
 
 
 @asynccontextmanager
@@ -230,9 +233,12 @@ def _waiting(backlog: Backlog) -> str:
 
 
 def _dead(backlog: Backlog) -> str:
-    if not backlog.dead:
+    if backlog.dead == 0:
         return "0"
     reasons = ", ".join(f"{count} {reason}" for reason, count in backlog.dead_by_reason.items())
+    if backlog.dead is None:
+        known = reasons or f"0 in {IN_DATABASE}"
+        return f"{words.UNKNOWN}, because not all queues can be counted; known: {known}"
     return f"{backlog.dead} ({reasons}), see outbox dead-letters list"
 
 

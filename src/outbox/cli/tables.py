@@ -120,8 +120,8 @@ async def _switch(outbox: Outbox, name: str, force: bool) -> str:
     if before == name:
         await outbox.store.release(TRANSPORT)  # it may have another address from now on
         return before
-    backlog = await outbox.backlog()
-    queued = sum(queue.delivered + queue.retrying for queue in backlog.queues)
+    backlog = await outbox.store.backlog()
+    queued = sum(queue.open for queue in backlog.queues)
     if queued and not force:
         raise Failure(
             ExitCode.WRONG,

@@ -9,8 +9,9 @@ from outbox.core import durations
 from outbox.core.printing import printable
 
 NOTHING = "-"
+UNKNOWN = "unknown"
 
-__all__ = ["NOTHING", "body", "count", "duration", "first_line", "indented", "lines", "moment", "printable"]
+__all__ = ["NOTHING", "UNKNOWN", "body", "count", "duration", "first_line", "indented", "lines", "moment", "printable"]
 
 
 def lines(text: str) -> str:

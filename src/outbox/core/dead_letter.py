@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import builtins
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from typing import Protocol
 
 from outbox.core.attempt import Reason
@@ -14,6 +15,7 @@ from outbox.core.errors import TimeInvalid
 from outbox.core.message import Message
 
 LARGEST_ERROR = 8 * 1024  # bytes
+READ_AT_ONCE = 1000  # letters
 
 # The ids of a store's dead letters are below, those of a transport's queues above: one number names one letter.
 FIRST_OF_QUEUES = 1 << 53
@@ -67,6 +69,15 @@ class Filter:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deaths:
+    """How many dead letters of one queue have one reason."""
+
+    queue: str | None  # none: they died before they reached one
+    reason: str | None  # none: there are too many to read, so that their age is not known either
+    count: int
+
+
 class DeadLetters(Protocol):
     """Where dead letters are kept. Listing one changes nothing about it."""
 
@@ -102,6 +113,17 @@ class DeadLetters(Protocol):
         """What `list` returns."""
         ...
 
+    async def deaths(self, within: timedelta, *, known: Collection[str] = ()) -> builtins.list[Deaths]:
+        """How many died within that time until now, by queue and reason.
+
+        `known` are queues with dead letters, for those who cannot list them. This one reads the letters.
+        """
+        since, counted, after = datetime.now(UTC) - within, Counter[tuple[str | None, str]](), 0
+        while letters := await self.chosen(Filter(since=since, limit=READ_AT_ONCE, after=after)):
+            counted.update((letter.queue, letter.reason) for letter in letters)
+            after = letters[-1].id
+        return [Deaths(queue=queue, reason=reason, count=count) for (queue, reason), count in counted.items()]
+
     async def show(self, id: int) -> DeadLetter:
         """One dead letter; NotFound if there is none with that id."""
         ...
@@ -127,6 +149,9 @@ class AllDeadLetters(DeadLetters):
         if len(found) < filter.limit and filter.queue != "":
             found += await self._of_queues.chosen(replace(filter, limit=filter.limit - len(found)))
         return found
+
+    async def deaths(self, within: timedelta, *, known: Collection[str] = ()) -> list[Deaths]:
+        return [*await self._of_relay.deaths(within), *await self._of_queues.deaths(within, known=known)]
 
     async def show(self, id: int) -> DeadLetter:
         return await (self._of_relay if id < FIRST_OF_QUEUES else self._of_queues).show(id)

@@ -27,6 +27,13 @@ class Bound:
 
 
 @dataclass(frozen=True, slots=True)
+class Unbound:
+    """A queue gets no further messages by this key, because its listener or route does not ask for it any more."""
+
+    binding: Binding
+
+
+@dataclass(frozen=True, slots=True)
 class Routed:
     """Messages got their destinations."""
 
@@ -198,6 +205,7 @@ class Recovered:
 Event = (
     Emitted
     | Bound
+    | Unbound
     | Routed
     | Unroutable
     | Received

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from enum import Enum, StrEnum
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -29,6 +29,9 @@ Rows = list[dict[str, Any]]
 DISCARD = "discard"
 
 Statement = tuple[Executable, Rows]
+
+IN_DATABASE = "database"  # the transport whose queues are in the store itself
+UNKNOWN = "unknown"  # in place of a reason that would have to be read at a broker
 
 TRANSPORT = ""  # in place of a queue's name, where it is recorded whose queues are
 
@@ -163,15 +166,22 @@ class Reception:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueBacklog:
-    """What lies in one queue."""
+    """What lies in one queue. None is a number that cannot be told, which happens at a broker alone."""
 
     queue: str
-    binding_keys: tuple[str, ...] = ()
-    delivered: int = 0  # not attempted yet
-    retrying: int = 0  # attempted and waiting for the next attempt
-    leased: int = 0  # in a worker's hands; counted in delivered or retrying as well
-    dead: int = 0
-    oldest: timedelta | None = None  # for how long the oldest due message has been due
+    transport: str = IN_DATABASE  # where the queue is
+    binding_keys: tuple[str, ...] | None = ()
+    delivered: int | None = 0  # not attempted yet; at a broker: in the queue itself, retries that came back included
+    retrying: int | None = 0  # attempted and waiting for the next attempt
+    leased: int | None = 0  # in flight: held by a worker, and counted in delivered or retrying as well
+    dead: int | None = 0
+    oldest: timedelta | None = None  # for how long the oldest due message has been due; never told at a broker
+    consumers: int | None = None  # at a broker: how many workers consume it, once for each of their connections
+
+    @property
+    def open(self) -> int:
+        """How many are known to wait here, or to be in flight."""
+        return (self.delivered or 0) + (self.retrying or 0)
 
 
 class CircuitState(StrEnum):
@@ -204,11 +214,27 @@ class Backlog:
     leased: int = 0  # in the hands of a relay or worker, queues included
     unroutable: int = 0  # no binding matches them
     sent: int = 0  # kept by clean_up_after
-    dead: int = 0
-    dead_by_reason: Mapping[str, int] = field(default_factory=dict)
+    dead: int | None = 0  # those in a broker's queues included; none: they cannot be counted
+    dead_by_reason: Mapping[str, int] = field(default_factory=dict)  # `unknown`: those in a broker's queues
     rows_written: int = 0  # since the table was made: the difference of two looks tells a rate
     queues: tuple[QueueBacklog, ...] = ()
     circuits: tuple[Circuit, ...] = ()  # of destinations that once did not answer, and still get messages or have some
+
+    def beside(self, queues: Sequence[QueueBacklog] | None) -> Backlog:
+        """Together with what lies in the queues of a broker; none: nothing is known of them."""
+        if queues is None:
+            return replace(self, dead=None)
+        elsewhere = {found.queue for found in queues}
+        # A binding in the database says nothing about a queue that the broker has, unless messages were left there.
+        here = [found for found in self.queues if found.open or found.dead or found.queue not in elsewhere]
+        counts = [found.dead for found in queues]
+        known = sum(count for count in counts if count is not None)
+        return replace(
+            self,
+            dead=None if self.dead is None or None in counts else self.dead + known,
+            dead_by_reason={**self.dead_by_reason, **({UNKNOWN: known} if known else {})},
+            queues=tuple(sorted((*here, *queues), key=lambda found: (found.queue, found.transport))),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -405,8 +431,8 @@ class Store(Feed, Protocol):
         """Add bindings; messages that were unroutable are looked at again."""
         ...
 
-    async def unbind(self, queue: str) -> int:
-        """Remove a queue's bindings; what already lies in it stays. Returns how many bindings there were."""
+    async def unbind(self, queue: str, binding_key: str | None = None) -> int:
+        """Remove a queue's bindings, or one of them; what already lies in it stays. Returns how many there were."""
         ...
 
     async def bindings(self) -> list[Binding]: ...

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -11,13 +11,14 @@ from typing import Protocol, runtime_checkable
 from sqlalchemy import Connection, Executable
 
 from outbox.core.attempt import Attempt, Outcome
+from outbox.core.binding import Binding
 from outbox.core.dead_letter import DeadLetters
 from outbox.core.events import Observer
 from outbox.core.landing import Landing
 from outbox.core.listener import Listener
 from outbox.core.message import LARGEST_BODY, Message
 from outbox.core.retry import RetryPolicy, as_retry_policy
-from outbox.core.store import Lease, Leased, Rows, Wanted
+from outbox.core.store import Lease, Leased, QueueBacklog, Rows, Wanted
 from outbox.core.webhooks import Secrets
 
 
@@ -165,6 +166,34 @@ class Watchable(Protocol):
     """A transport that can be asked how its destination is, by a process that neither publishes nor consumes."""
 
     def watched(self) -> AbstractAsyncContextManager[Trouble]: ...
+
+
+@runtime_checkable
+class Countable(Protocol):
+    """A transport that can be asked what lies in its queues, by a process that does not consume them."""
+
+    async def counted(self, recorded: Collection[str]) -> Sequence[QueueBacklog] | None:
+        """What lies in each queue, while a `watched` is open over one connection. Never raises if it is away.
+
+        `recorded` are the destination's names of queues that workers wrote down. None: no queue is known.
+        """
+        ...
+
+
+@runtime_checkable
+class Rebindable(Protocol):
+    """A transport that can tell what its queues are bound to, and take a binding away."""
+
+    async def bindings(self, queues: Collection[str], *, at_start: bool = False) -> Collection[Binding] | None:
+        """The bindings of these queues of listeners. None, at a start: they could not be told without more settings.
+
+        ConfigurationError says why they cannot be told, and what to do.
+        """
+        ...
+
+    async def unbind(self, binding: Binding) -> None:
+        """Let a queue get no further messages by this key; what already lies in it stays."""
+        ...
 
 
 @runtime_checkable

@@ -32,6 +32,7 @@ from outbox.core.events import (
     StillRunning,
     Stopped,
     Troubled,
+    Unbound,
     Unroutable,
 )
 from outbox.core.message import Message
@@ -91,6 +92,9 @@ class LoggingObserver:
             case Bound(binding):
                 facts = _facts(event, queue=binding.queue, binding_key=binding.binding_key)
                 logger.debug("the queue %s is bound to %s", binding.queue, binding.binding_key, extra=facts)
+            case Unbound(binding):
+                facts = _facts(event, queue=binding.queue, binding_key=binding.binding_key)
+                logger.info("the queue %s is bound to %s no more", binding.queue, binding.binding_key, extra=facts)
             case Routed(queue, count):
                 logger.debug("routed %d message(s) to %s", count, queue, extra=_facts(event, queue=queue, count=count))
             case Unroutable(routing_key, count):

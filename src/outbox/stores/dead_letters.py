@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from datetime import UTC
+from collections.abc import Collection, Sequence
+from datetime import UTC, timedelta
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +15,14 @@ from sqlalchemy import (
     bindparam,
     case,
     delete,
+    func,
     insert,
     literal,
     null,
     select,
 )
 
-from outbox.core.dead_letter import DeadLetter, DeadLetters, Filter
+from outbox.core.dead_letter import DeadLetter, DeadLetters, Deaths, Filter
 from outbox.core.errors import NotFound
 from outbox.stores.looks import readable
 from outbox.stores.rows import LONGEST_HISTORY, as_dead_letter, history_line
@@ -55,6 +56,14 @@ class SqlDeadLetters(DeadLetters):
             statement = statement.where(columns.died_at < filter.before.astimezone(UTC))
         rows = await self._store.look(lambda connection: connection.execute(statement).all())
         return [as_dead_letter(row) for row in rows]
+
+    async def deaths(self, within: timedelta, *, known: Collection[str] = ()) -> list[Deaths]:
+        columns = self._table.c
+        since = self._store.later(self._store.now(), literal(-within.total_seconds()))
+        counted = select(columns.destination, columns.reason, func.count()).where(columns.died_at >= since)
+        statement = counted.group_by(columns.destination, columns.reason).order_by(columns.destination, columns.reason)
+        rows = await self._store.survey(lambda connection: connection.execute(statement).all())
+        return [Deaths(queue=queue or None, reason=reason, count=count) for queue, reason, count in rows]
 
     async def show(self, id: int) -> DeadLetter:
         statement = select(*self._all).where(self._table.c.id == id)

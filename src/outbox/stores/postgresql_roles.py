@@ -134,6 +134,9 @@ def _notes(tables: Tables, kind: str, role: str) -> Iterator[str]:
         cancel = Grant("DELETE, SELECT (timer_id, destination, done_at, lease_until)", messages)
         yield "-- cancel_timer deletes, and the right to delete cannot be limited to timers. Only if it is used:"
         yield f"-- {cancel.to(role)}"
+    if kind in ("relay", "worker"):
+        yield "-- rebind_queues=True removes bindings that no route or listener asks for. Only if it is set:"
+        yield f"-- {Grant('DELETE', tables.bindings).to(role)}"
     if kind == "relay":
         binds = [Grant("INSERT", tables.bindings), Grant("UPDATE (bindings_version)", tables.state)]
         yield "-- A relay with routes binds them. Only if there are any:"

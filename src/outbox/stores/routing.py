@@ -144,13 +144,16 @@ class SqlRouting:
         await self._store.transact(lambda connection: connection.execute(self._try_anew))
         self._store.announce(None)
 
-    async def unbind(self, queue: str) -> int:
-        """Remove a queue's bindings."""
+    async def unbind(self, queue: str, binding_key: str | None = None) -> int:
+        """Remove a queue's bindings, or one of them."""
+        table = self._store.tables.bindings
+        removal = delete(table).where(table.c.queue == queue)
+        if binding_key is not None:
+            removal = removal.where(table.c.binding_key == binding_key)
 
         def work(connection: Connection) -> int:
             self._change_bindings(connection)
-            table = self._store.tables.bindings
-            return connection.execute(delete(table).where(table.c.queue == queue)).rowcount
+            return connection.execute(removal).rowcount
 
         return await self._store.transact(work)
 

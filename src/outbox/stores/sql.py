@@ -525,8 +525,8 @@ class SqlStore(Spelling):
     async def bind(self, bindings: Sequence[Binding]) -> None:
         await self.routing.bind(bindings)
 
-    async def unbind(self, queue: str) -> int:
-        return await self.routing.unbind(queue)
+    async def unbind(self, queue: str, binding_key: str | None = None) -> int:
+        return await self.routing.unbind(queue, binding_key)
 
     async def bindings(self) -> list[Binding]:
         return await self.look(self.routing.read)

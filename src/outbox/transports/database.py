@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from sqlalchemy import Connection, Executable
 
 from outbox.core.attempt import Attempt, Outcome, Released
-from outbox.core.binding import Bindings
+from outbox.core.binding import Binding, Bindings
 from outbox.core.dead_letter import DeadLetters
 from outbox.core.events import Observer
 from outbox.core.landing import Landing
@@ -21,7 +21,7 @@ from outbox.core.listener import Listener
 from outbox.core.message import Message
 from outbox.core.outage import DATABASE, Outage
 from outbox.core.pace import Pace
-from outbox.core.store import Claim, Lease, Leased, Rows, Store, Suspected, Wanted
+from outbox.core.store import IN_DATABASE, Claim, Lease, Leased, Rows, Store, Suspected, Wanted
 from outbox.core.transport import Features, Published, Refusal
 
 SETTLE_WITHIN = 0.02  # seconds that an outcome waits for others to be written with it
@@ -35,7 +35,7 @@ SHORT_WORK, LONG_WORK = 0.1, 1.0  # seconds that a claim lasts before the next o
 class DatabaseTransport:
     """Queues in the database that the messages are already in."""
 
-    name = "database"
+    name = IN_DATABASE
     features = Features(completes_in_transaction=True)
 
     def __init__(
@@ -82,6 +82,14 @@ class DatabaseTransport:
     async def declare(self, listeners: Sequence[Listener]) -> None:
         if self._binds:
             await self._store.bind([listener.binding for listener in listeners])
+
+    async def bindings(self, queues: Collection[str], *, at_start: bool = False) -> list[Binding] | None:
+        if not self._binds:
+            return None
+        return [binding for binding in await self._store.bindings() if binding.queue in queues]
+
+    async def unbind(self, binding: Binding) -> None:
+        await self._store.unbind(binding.queue, binding.binding_key)
 
     def consume(self, listener: Listener, prefetch: int) -> DatabaseDeliveries:
         lease = listener.lease_time or self._lease

@@ -11,6 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from outbox.core.attempt import Dead, Done, Reason, RetryIn
 from outbox.core.binding import Binding
+from outbox.core.dead_letter import Deaths
 from outbox.core.durations import NEVER
 from outbox.core.errors import ConfigurationError, NotFound
 from outbox.core.message import Schedule
@@ -128,6 +129,17 @@ class KeepingCases(StoreCases):
         assert await letters.list(before=later.died_at) == [earlier]
         elsewhere = later.died_at.astimezone(timezone(timedelta(hours=5)))
         assert await letters.list(since=elsewhere, before=elsewhere + timedelta(seconds=1)) == [later]
+
+    async def test_dead_letters_of_the_last_hour_are_counted_by_queue_and_reason(
+        self, engine: AsyncEngine, store: Store
+    ) -> None:
+        await self._dead(engine, store, 3)
+        hour = timedelta(hours=1)
+        assert await store.dead_letters.deaths(hour) == [
+            Deaths(queue="q", reason=reason, count=1) for reason in ("exhausted", "refused", "rejected")
+        ]
+        await asyncio.sleep(0.01)
+        assert await store.dead_letters.deaths(timedelta(milliseconds=1)) == []
 
     async def test_looking_at_a_dead_letter_changes_nothing(self, engine: AsyncEngine, store: Store) -> None:
         [id] = await self._dead(engine, store, 1)
@@ -270,7 +282,7 @@ class KeepingCases(StoreCases):
             assert len(await store.find(sent.id)) == 1
             backlog = await store.backlog()
             [queue] = backlog.queues
-            assert queue.delivered + queue.retrying + queue.dead == 1
+            assert queue.open + (queue.dead or 0) == 1
             assert backlog.dead == queue.dead == sum(backlog.dead_by_reason.values())
         await moving
 

@@ -111,6 +111,10 @@ class RoutingCases(StoreCases):
         await store.bind([Binding("a", "x")])
         expected = [Binding("a", "x"), Binding("a", "y"), Binding("b", "x")]
         assert await make_store().bindings() == expected
+        assert await store.unbind("b", "y") == 0
+        assert await store.unbind("a", "x") == 1
+        assert await store.bindings() == [Binding("a", "y"), Binding("b", "x")]
+        await store.bind([Binding("a", "x")])
         assert await store.unbind("a") == 2
         assert await store.unbind("a") == 0
         assert await store.bindings() == [Binding("b", "x")]

@@ -4,31 +4,34 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Collection, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from typing import Self, TypeVar
 
 import aiormq
 from aio_pika.abc import AbstractConnection, AbstractRobustConnection
+from aiormq.exceptions import ChannelAccessRefused
 from yarl import URL
 
-from outbox.core.binding import LONGEST_KEY
+from outbox.core.binding import LONGEST_KEY, Binding
 from outbox.core.cancellation import cancelled_from_outside
 from outbox.core.errors import ConfigurationError, TransportClosed, TransportUnavailable
 from outbox.core.events import Advised
 from outbox.core.listener import Listener
 from outbox.core.message import Message
+from outbox.core.store import QueueBacklog
 from outbox.core.transport import Defaults, Features, Published, Refusal, Trouble
 from outbox.core.urls import check_credentials
 from outbox.transports.rabbitmq.carrying import Courier
 from outbox.transports.rabbitmq.channels import Lost, Wire
 from outbox.transports.rabbitmq.confirms import Answer, Outgoing
 from outbox.transports.rabbitmq.consuming import RabbitmqDeliveries, Tray
+from outbox.transports.rabbitmq.counting import COUNT_WITHIN, NAME, Counting, of_listeners, queue_backlogs, untold
 from outbox.transports.rabbitmq.dead_letters import Hands, RabbitmqDeadLetters
-from outbox.transports.rabbitmq.declaring import declare, declare_for
+from outbox.transports.rabbitmq.declaring import Asking, OpenChannel, declare, declare_for
 from outbox.transports.rabbitmq.frames import FrameWire
 from outbox.transports.rabbitmq.link import Connect, Link, refusal
-from outbox.transports.rabbitmq.management import ManagementAway, dead_letter_queues
+from outbox.transports.rabbitmq.management import ManagementAway, bindings_of, dead_letter_queues, see
 from outbox.transports.rabbitmq.plain import PlainWire
 from outbox.transports.rabbitmq.properties import LARGEST_PROPERTIES, Unsendable
 from outbox.transports.rabbitmq.publishing import ANSWER_WITHIN, Publishing, Result
@@ -36,7 +39,7 @@ from outbox.transports.rabbitmq.quieting import supervised
 from outbox.transports.rabbitmq.returning import taking_messages
 from outbox.transports.rabbitmq.sending import encoded
 from outbox.transports.rabbitmq.suspects import Suspects
-from outbox.transports.rabbitmq.topology import Names, Topology
+from outbox.transports.rabbitmq.topology import LONGEST_DELAY, Names, Topology
 from outbox.transports.rabbitmq.watching import Watch
 
 HEARTBEAT = 10  # seconds, if the URL has none: a connection that is silent for three times as long is dead
@@ -51,7 +54,7 @@ T = TypeVar("T")
 class RabbitmqTransport:
     """One connection for publishing and one for consuming: a broker that blocks publishers takes acknowledgements."""
 
-    name = "rabbitmq"
+    name = NAME
     features = Features()
 
     def __init__(
@@ -74,6 +77,7 @@ class RabbitmqTransport:
         self._trays: set[Tray] = set()
         self._listeners: dict[str, Listener] = {}  # by queue: delays are shared, so all are declared whenever one is
         self._management_url = defaults.management_url
+        self._counting: Counting | None = None  # while somebody watches
         self.dead_letters = RabbitmqDeadLetters(self._names, self._hands, self._queues, self._largest_body)
 
     @classmethod
@@ -164,6 +168,37 @@ class RabbitmqTransport:
             advice = f"{mismatch}: a broker that crashes may lose a message there. When it is empty: {mismatch.way_out}"
             self._observe(Advised("topology", advice))
 
+    async def bindings(self, queues: Collection[str], *, at_start: bool = False) -> list[Binding] | None:
+        """The management interface alone tells. At a start it is asked only where a setting says that it is there."""
+        if at_start and not self._management_url:
+            return None
+        listeners = {self._names.queue(queue): queue for queue in queues}
+        try:
+            found = await bindings_of(listeners, self._management_url, str(self._url or ""), within=COUNT_WITHIN)
+        except ManagementAway as error:
+            raise ConfigurationError(
+                f"RabbitMQ's management interface does not tell what queues are bound to ({error}): set "
+                "rabbitmq_management_url"
+            ) from None
+        ours = (each for each in found if each.exchange == self._names.exchange)
+        return [Binding(listeners[each.queue], each.routing_key) for each in ours]
+
+    async def unbind(self, binding: Binding) -> None:
+        queue, exchange = self._names.queue(binding.queue), self._names.exchange
+        async with self._channels() as open_channel:
+            asking = Asking(open_channel)
+            unbinding = asking.ask(lambda channel: channel.queue_unbind(queue, exchange, binding.binding_key))
+            try:
+                await self._declaring(unbinding)
+            except TransportUnavailable as error:
+                if isinstance(error.__cause__, ChannelAccessRefused):
+                    raise ConfigurationError(
+                        f"this user may not unbind {queue!r} from {exchange!r}: give it the write permission on the "
+                        "queue and the read permission on the exchange, or provision the bindings"
+                    ) from None
+                raise
+            await self._declaring(asking.close())
+
     def consume(self, listener: Listener, prefetch: int) -> RabbitmqDeliveries:
         return RabbitmqDeliveries(
             listener,
@@ -185,10 +220,49 @@ class RabbitmqTransport:
             yield _unknown
             return
         watch = Watch(partial(self._connected_by_hand, "watch"))
+        self._counting = counting = self._new_counting()
         try:
             yield watch.trouble
         finally:
+            self._counting = None
+            await counting.close()
             await watch.close()
+
+    async def counted(self, recorded: Collection[str]) -> Sequence[QueueBacklog] | None:
+        names, seen = self._names, None
+        queues = of_listeners(names, recorded) | {names.queue(queue) for queue in self._listeners}
+        if self._management_url:
+            with suppress(ManagementAway):
+                seen = await see(self._management_url, str(self._url or ""), within=COUNT_WITHIN)
+        if seen is None and not queues:
+            return None
+        delays = [names.delay(each) for each in self._retry_policy.known_delays() or () if each <= LONGEST_DELAY]
+        try:
+            async with asyncio.timeout(COUNT_WITHIN), self._channels() as open_channel:
+                asking = Asking(open_channel)
+                found = await self._declaring(queue_backlogs(asking, names, queues, delays, seen))
+                await self._declaring(asking.close())
+                return found
+        except (TransportUnavailable, ConfigurationError, TimeoutError):
+            return untold(names, queues)
+
+    @asynccontextmanager
+    async def _channels(self) -> AsyncIterator[OpenChannel]:
+        """Where questions are asked: on a connection of their own, which is that of whoever watches."""
+        if self._counting is not None:
+            yield self._counting.channel
+        elif self._given is not None:
+            async with self._hands() as hands:
+                yield hands.wire.client_channel
+        else:
+            counting = self._new_counting()
+            try:
+                yield counting.channel
+            finally:
+                await counting.close()
+
+    def _new_counting(self) -> Counting:
+        return Counting(partial(self._connected_by_hand, "count"))
 
     @asynccontextmanager
     async def _hands(self) -> AsyncIterator[Hands]:

@@ -7,12 +7,15 @@ queue that was made before RabbitMQ 4 has one there. So letters that came back a
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from outbox.core.dead_letter import DeadLetter, DeadLetters, Filter
+from outbox.core.attempt import Reason
+from outbox.core.dead_letter import DeadLetter, DeadLetters, Deaths, Filter
 from outbox.core.errors import ConfigurationError, NotFound, TransportUnavailable
 from outbox.core.transport import Refusal
 from outbox.transports.rabbitmq.browsing import MOST_AT_ONCE, Browse, alone, browsing
@@ -26,6 +29,7 @@ from outbox.transports.rabbitmq.topology import Names, dead_letter_queue
 RENEWED_AFTER = 5  # returns; RabbitMQ 4 drops a message after 20, where nobody has told it otherwise
 STEP = 250  # letters of a look beyond what it needs, to find the end of those that came back
 COPIES_AT_ONCE = 100
+MOST_COUNTED = 10_000  # letters of a queue that are read to tell when and why they died
 MOST_PLACES = 100_000  # letters of which it is remembered where they lie
 
 _NOT_TOLD = (403, 406)  # this user may not ask, or the arguments are others
@@ -65,6 +69,14 @@ class RabbitmqDeadLetters(DeadLetters):
         letters = [found[id] for id in sorted(found)[: filter.limit]]
         self._remember(letters)
         return letters
+
+    async def deaths(self, within: timedelta, *, known: Collection[str] = ()) -> list[Deaths]:
+        since, found = datetime.now(UTC) - within, list[Deaths]()
+        async with self._looking() as look:
+            for queue in await self.queues({*self._named, *known}):
+                async with look.through(queue) as browse:
+                    found += await _counted(browse, queue, since)
+        return found
 
     async def show(self, id: int) -> DeadLetter:
         async with self._looking() as look:
@@ -213,6 +225,19 @@ async def _listed(browse: Browse, filter: Filter) -> dict[int, DeadLetter]:
             break
         most = 1 if missing <= 0 and most == limit else max(missing, STEP)
     return found
+
+
+async def _counted(browse: Browse, queue: str, since: datetime) -> list[Deaths]:
+    """The youngest lie at the end: a queue of which too many would have to be read is told as a whole."""
+    there = await browse.count()
+    if there > MOST_COUNTED:
+        return [Deaths(queue=queue, reason=None, count=there)]
+    ids, reasons = set[int](), Counter[Reason]()
+    while letters := await browse.next(MOST_AT_ONCE):
+        young = {letter.id: letter.dead.reason for letter in letters if letter.dead.died_at >= since}
+        reasons.update(reason for id, reason in young.items() if id not in ids)
+        ids |= young.keys()
+    return [Deaths(queue=queue, reason=reason, count=count) for reason, count in sorted(reasons.items())]
 
 
 async def _until_found(browse: Browse, ids: Collection[int]) -> AsyncIterator[Letter]:

@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import unquote, urlsplit
 
 import aiormq
-from aiormq.abc import AbstractConnection
 from aiormq.exceptions import AMQPError, ChannelAccessRefused, ChannelLockedResource, ChannelNotFoundEntity
 
 from outbox.core.diagnosis import Finding, Level
 from outbox.core.listener import Listener
 from outbox.core.retry import RetryPolicy
+from outbox.core.store import QueueBacklog
 from outbox.transports.rabbitmq.comparing import Mismatch, Weight, compare_exchange, compare_queue
+from outbox.transports.rabbitmq.counting import count, of_listeners, queue_backlogs
 from outbox.transports.rabbitmq.declaring import PRINTED, Asking, Declaring
-from outbox.transports.rabbitmq.management import ManagementAway, Seen, see
+from outbox.transports.rabbitmq.management import Counts, ManagementAway, Seen, see
 from outbox.transports.rabbitmq.topology import DEAD_LETTER_SUFFIX, Names, QueueBinding, Topology, server_version
 
 PATIENCE = 10.0  # seconds for a connection
 
+_UNBIND = "if no other process needs it, run: outbox queues rebind MODULE:ATTRIBUTE"
 _MAKE = f"start a worker whose user may make them, or provision them: {PRINTED}"
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """What was found, and what lies in the queues that are known."""
+
+    findings: list[Finding]
+    reached: bool = True
+    queues: Sequence[QueueBacklog] = ()
 
 
 async def examine(
@@ -30,37 +41,49 @@ async def examine(
     listeners: Sequence[Listener],
     retry_policy: RetryPolicy,
     *,
+    recorded: Collection[str] = (),
     management_url: str = "",
-) -> list[Finding]:
-    """Everything that can be said of the broker at this URL; without listeners, that is not much."""
+) -> Examined:
+    """Everything that can be said of the broker at this URL; without listeners, of the queues that were recorded."""
     try:
         async with asyncio.timeout(PATIENCE):
             connection = await aiormq.connect(url)
     except (AMQPError, OSError, TimeoutError, ValueError) as error:
         what = f"cannot be reached at {_place(url)}: {_words(error)}"
-        return [Finding(Level.ERROR, "broker", what, "see that it runs, and that the user may use the virtual host")]
+        advice = "see that it runs, and that the user may use the virtual host"
+        return Examined([Finding(Level.ERROR, "broker", what, advice)], reached=False)
+    asking = Asking(connection.channel)
     try:
         version = str(connection.server_properties.get("version", ""))
         findings = [Finding(Level.OK, "broker", f"RabbitMQ {version} at {_place(url)}")]
-        if not listeners:
-            what = "not looked at: outbox doctor MODULE:ATTRIBUTE compares them with what these listeners need"
-            return [*findings, Finding(Level.OK, "exchanges and queues", what)]
-        delays = retry_policy.known_delays() or ()
-        needed = Topology.of(names, listeners, delays, server_version=server_version(version))
         try:
             seen = await see(management_url, url)
         except ManagementAway as away:
             seen = None
-            what = f"not reachable: {away}; bindings and orphaned queues were not looked at"
-            findings.append(Finding(Level.OK, "management", what, "name it with --management-url if it is elsewhere"))
-        look = await _look(connection, needed, seen)
-        findings += [*_exchanges(look), *_queues(look), *_consumers(look)]
+            findings.append(_not_seen(away, listeners))
+        known = of_listeners(names, recorded) | {names.queue(listener.queue) for listener in listeners}
+        queues = await queue_backlogs(asking, names, known, (), seen)
+        if not listeners:
+            what = "not compared: outbox doctor MODULE:ATTRIBUTE says whether they are what these listeners need"
+            findings.append(Finding(Level.OK, "exchanges and queues", what))
+            findings += await _recorded_consumers(asking, names, queues)
+            return Examined(findings, queues=queues)
+        delays = retry_policy.known_delays() or ()
+        needed = Topology.of(names, listeners, delays, server_version=server_version(version))
+        look = await _look(asking, needed, seen)
+        findings += [*_missing(look), *_exchanges(look), *_queues(look), *_consumers(look)]
         if seen is not None:
-            findings += _bindings(needed, seen)
-            findings += await _orphans(connection, Topology.of(names, listeners, delays, steps=True), seen)
-        return findings
+            findings += _bindings(look, seen)
+            findings += await _orphans(asking, Topology.of(names, listeners, delays, steps=True), seen)
+        return Examined(findings, queues=queues)
     finally:
         await connection.close()
+
+
+def _not_seen(away: ManagementAway, listeners: Sequence[Listener]) -> Finding:
+    unseen = "bindings and orphaned queues" if listeners else "queues that no worker of this database has recorded"
+    advice = "name it with --management-url if it is elsewhere"
+    return Finding(Level.OK, "management", f"not reachable: {away}; {unseen} were not looked at", advice)
 
 
 @dataclass
@@ -69,12 +92,11 @@ class _Look:
     missing: list[tuple[str, str]] = field(default_factory=list)  # ("queue", its name)
     mismatches: list[Mismatch] = field(default_factory=list)
     compared: bool = True  # otherwise this user may not know arguments
-    found: dict[str, tuple[int, int]] = field(default_factory=dict)  # messages and consumers by queue
+    found: dict[str, Counts] = field(default_factory=dict)  # by queue
 
 
-async def _look(connection: AbstractConnection, needed: Topology, seen: Seen | None) -> _Look:
+async def _look(asking: Asking, needed: Topology, seen: Seen | None) -> _Look:
     look = _Look(needed)
-    asking = Asking(connection.channel)
     declaring = Declaring(asking)
     for exchange in (*needed.exchanges, *((needed.marker,) if needed.marker else ())):
         if not await _exists(asking, exchange.name):
@@ -84,7 +106,7 @@ async def _look(connection: AbstractConnection, needed: Topology, seen: Seen | N
         elif look.compared:
             look.compared = await _tried(declaring.declare_exchange(exchange))
     for queue in needed.queues:
-        counts = await _counts(asking, queue.name)
+        counts = await count(asking, queue.name)
         if counts is None:
             look.missing.append(("queue", queue.name))
             continue
@@ -95,7 +117,6 @@ async def _look(connection: AbstractConnection, needed: Topology, seen: Seen | N
         elif look.compared:
             look.compared = await _tried(declaring.declare_queue(queue))
     look.mismatches += [*declaring.wrong, *declaring.weaker]
-    await asking.close()
     return look
 
 
@@ -107,17 +128,6 @@ async def _exists(asking: Asking, exchange: str) -> bool:
     return True
 
 
-async def _counts(asking: Asking, queue: str) -> tuple[int, int] | None:
-    """How many messages and consumers a queue has; None: there is no such queue."""
-    try:
-        found = await asking.ask(lambda channel: channel.queue_declare(queue, passive=True))
-    except ChannelNotFoundEntity:
-        return None
-    except ChannelLockedResource:  # one connection has it to itself; that it is not durable is told
-        return 0, 0
-    return found.message_count or 0, found.consumer_count or 0
-
-
 async def _tried(comparison: Awaitable[None]) -> bool:
     try:
         await comparison
@@ -126,10 +136,17 @@ async def _tried(comparison: Awaitable[None]) -> bool:
     return True
 
 
+def _missing(look: _Look) -> Iterator[Finding]:
+    """Before the first worker has started that is all of them: it is one thing to do, and told once."""
+    if look.missing:
+        names = ", ".join(dict.fromkeys(repr(name) for _, name in look.missing))
+        all_of_it = not look.found and len(look.missing) > len(look.needed.queues)
+        what = f"nothing of {names} is there yet" if all_of_it else f"missing: {names}"
+        yield Finding(Level.ERROR, "exchanges and queues", what, _MAKE)
+
+
 def _exchanges(look: _Look) -> Iterator[Finding]:
     missing = [name for what, name in look.missing if what == "exchange"]
-    for name in missing:
-        yield Finding(Level.ERROR, "exchanges", f"{name!r} is missing", _MAKE)
     wrong = [mismatch for mismatch in look.mismatches if mismatch.what == "exchange"]
     yield from map(_told, wrong)
     if not missing and not wrong:
@@ -138,8 +155,6 @@ def _exchanges(look: _Look) -> Iterator[Finding]:
 
 def _queues(look: _Look) -> Iterator[Finding]:
     missing = [name for what, name in look.missing if what == "queue"]
-    for name in missing:
-        yield Finding(Level.ERROR, "queues", f"{name!r} is missing", _MAKE)
     differing = [
         mismatch for mismatch in look.mismatches if mismatch.what == "queue" and mismatch.weight is not Weight.HARMLESS
     ]
@@ -155,9 +170,11 @@ def _told(mismatch: Mismatch) -> Finding:
     return Finding(level, f"{mismatch.what}s", str(mismatch), advice)
 
 
-def _bindings(needed: Topology, seen: Seen) -> Iterator[Finding]:
+def _bindings(look: _Look, seen: Seen) -> Iterator[Finding]:
+    needed, absent = look.needed, {name for _, name in look.missing}
     missing = [binding for binding in needed.bindings if binding not in seen.bindings]
-    for binding in missing:
+    told = [binding for binding in missing if not {binding.exchange, binding.queue} & absent]
+    for binding in told:
         what = f"{_arrow(binding)} is missing, so that messages do not get there"
         yield Finding(Level.ERROR, "bindings", what, _MAKE)
     own = {queue.name for queue in needed.queues}
@@ -168,30 +185,44 @@ def _bindings(needed: Topology, seen: Seen) -> Iterator[Finding]:
     ]
     for binding in stale:
         what = f"{_arrow(binding)} is not what a listener asks for, and messages get there nevertheless"
-        yield Finding(Level.WARNING, "bindings", what, "if nobody needs them, unbind it in the management interface")
+        yield Finding(Level.WARNING, "bindings", what, _UNBIND)
     if not missing and not stale:
         yield Finding(Level.OK, "bindings", f"{len(needed.bindings)}, as the listeners need them")
 
 
 def _consumers(look: _Look) -> Iterator[Finding]:
-    idle = [queue for queue in look.needed.consumed if queue in look.found and not look.found[queue][1]]
-    for queue in idle:
-        messages, _ = look.found[queue]
-        level = Level.ERROR if messages else Level.WARNING
-        what = f"nobody consumes {queue!r}, {messages} waiting"
+    found = {queue: look.found[queue] for queue in look.needed.consumed if queue in look.found}
+    yield from _idle({queue: counts for queue, counts in found.items() if counts.consumers == 0}, len(found))
+
+
+async def _recorded_consumers(asking: Asking, names: Names, queues: Sequence[QueueBacklog]) -> Iterable[Finding]:
+    """The management interface may be some seconds late: what seems to have no consumer is asked for again."""
+    idle = {}
+    for each in queues:
+        queue = names.queue(each.queue)
+        counts = await count(asking, queue) if each.consumers == 0 else None
+        if counts is not None and counts.consumers == 0:
+            idle[queue] = Counts(max(each.delivered or 0, counts.messages or 0), 0)
+    return list(_idle(idle, len(queues)))
+
+
+def _idle(idle: Mapping[str, Counts], known: int) -> Iterator[Finding]:
+    """Queues without a consumer, of so many."""
+    for queue, counts in idle.items():
+        level = Level.ERROR if counts.messages else Level.WARNING
+        what = f"nobody consumes {queue!r}, {counts.messages} waiting"
         yield Finding(level, "consumers", what, "start a worker for it, or look why the one that runs does not consume")
-    if not idle:
-        yield Finding(Level.OK, "consumers", "every queue has one")
+    if known and not idle:
+        yield Finding(Level.OK, "consumers", f"every queue has one, of {known}")
 
 
-async def _orphans(connection: AbstractConnection, known: Topology, seen: Seen) -> Iterable[Finding]:
+async def _orphans(asking: Asking, known: Topology, seen: Seen) -> Iterable[Finding]:
     """Queues of this exchange that none of these listeners needs, and nobody else either as far as can be seen."""
-    names, asking = known.names, Asking(connection.channel)
+    names = known.names
     bound = {each.queue for each in seen.bindings if names.owns(each.exchange)}
     strangers = sorted(bound - {queue.name for queue in known.queues})
-    counts = {queue: found for queue in strangers if (found := await _counts(asking, queue)) is not None}
-    await asking.close()
-    served = {queue for queue, (_, consumers) in counts.items() if consumers}
+    counts = {queue: found for queue in strangers if (found := await count(asking, queue)) is not None}
+    served = {queue for queue, found in counts.items() if found.consumers}
     # Dead letters belong to whoever is served, and delays are shared: others who are served may use them.
     orphans = [
         queue
@@ -203,7 +234,7 @@ async def _orphans(connection: AbstractConnection, known: Topology, seen: Seen) 
         Finding(
             Level.WARNING,
             "orphaned queues",
-            f"none of these listeners needs {queue!r} and nobody consumes it, {counts[queue][0]} waiting",
+            f"none of these listeners needs {queue!r} and nobody consumes it, {counts[queue].messages or 0} waiting",
             f"if nobody else needs it either: rabbitmqctl delete_queue {queue}",
         )
         for queue in orphans

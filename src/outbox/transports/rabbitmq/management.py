@@ -6,7 +6,7 @@ import asyncio
 import base64
 import json
 import ssl
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
@@ -34,11 +34,21 @@ class ManagementAway(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class Counts:
+    """How much a queue holds; none: not told."""
+
+    messages: int | None
+    consumers: int | None
+    unacknowledged: int | None = None  # counted in `messages` as well, where it is known
+
+
+@dataclass(frozen=True, slots=True)
 class SeenQueue:
     """A queue as it exists."""
 
     arguments: Mapping[str, object]
     durable: bool
+    counts: Counts | None = None  # up to some seconds old; none: the interface has none yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,20 +59,29 @@ class Seen:
     queues: Mapping[str, SeenQueue]
     bindings: frozenset[QueueBinding]
 
+    def served(self, names: Names) -> list[str]:
+        """The queues of listeners: those whose dead letters have a queue of their own."""
+        return sorted(
+            binding.routing_key
+            for binding in self.bindings
+            if binding.exchange == names.dead_letter_exchange
+            and binding.queue == names.dead_letter_queue(binding.routing_key)
+            and binding.routing_key.startswith(names.queue_prefix)
+        )
 
-async def see(management_url: str, broker_url: str) -> Seen:
+    def binding_keys(self, names: Names, queue: str) -> tuple[str, ...]:
+        """By which routing keys messages get into a queue."""
+        found = (each for each in self.bindings if each.exchange == names.exchange and each.queue == queue)
+        return tuple(sorted(each.routing_key for each in found))
+
+
+async def see(management_url: str, broker_url: str, *, within: float = PATIENCE) -> Seen:
     """Ask for everything; the broker's URL says who asks and for which virtual host, unless the other one says who."""
-    vhost = quote(unquote(urlsplit(broker_url).path[1:]) or "/", safe="")
-    address = management_url or management_url_of(broker_url)
-    user = _user(address) or _user(broker_url) or "guest:guest"
-    authority = URL(broker_url).query.get("cafile")
-    exchanges, queues, bindings = [
-        await asyncio.to_thread(_ask, address, f"{kind}/{vhost}", user, authority)
-        for kind in ("exchanges", "queues", "bindings")
-    ]
+    ask = _asking(management_url, broker_url, within)
+    exchanges, queues, bindings = [await ask(kind) for kind in ("exchanges", "queues", "bindings")]
     return Seen(
         {each["name"]: each["type"] for each in exchanges},
-        {each["name"]: SeenQueue(each["arguments"], each["durable"]) for each in queues},
+        {each["name"]: SeenQueue(each["arguments"], each["durable"], _counts(each)) for each in queues},
         frozenset(
             QueueBinding(each["source"], each["destination"], each["routing_key"])
             for each in bindings
@@ -71,16 +90,23 @@ async def see(management_url: str, broker_url: str) -> Seen:
     )
 
 
+async def bindings_of(
+    queues: Collection[str], management_url: str, broker_url: str, *, within: float = PATIENCE
+) -> list[QueueBinding]:
+    """What these queues are bound to. Each is asked for by itself: a virtual host may have thousands."""
+    ask = _asking(management_url, broker_url, within)
+    return [
+        QueueBinding(each["source"], queue, each["routing_key"])
+        for queue in queues
+        for each in await ask("queues", queue, "bindings")
+        if each["source"]
+    ]
+
+
 async def dead_letter_queues(management_url: str, broker_url: str, names: Names) -> list[str]:
     """The listeners' queues that have dead letters of their own, without their prefix."""
     seen = await see(management_url, broker_url)
-    bound = [
-        binding.routing_key
-        for binding in seen.bindings
-        if binding.exchange == names.dead_letter_exchange
-        and binding.queue == names.dead_letter_queue(binding.routing_key)
-    ]
-    return sorted(name.removeprefix(names.queue_prefix) for name in bound if name.startswith(names.queue_prefix))
+    return [name.removeprefix(names.queue_prefix) for name in seen.served(names)]
 
 
 def management_url_of(broker_url: str) -> str:
@@ -90,7 +116,27 @@ def management_url_of(broker_url: str) -> str:
     return f"https://{host}:{SECURE_PORT}" if url.scheme == "amqps" else f"http://{host}:{PORT}"
 
 
-def _ask(address: str, path: str, user: str, authority: str | None) -> Any:
+def _asking(management_url: str, broker_url: str, within: float) -> Callable[..., Awaitable[Any]]:
+    """Asks for one kind of things of the virtual host, or for what belongs to one of them."""
+    vhost = unquote(urlsplit(broker_url).path[1:]) or "/"
+    address = management_url or management_url_of(broker_url)
+    user = _user(address) or _user(broker_url) or "guest:guest"
+    authority = URL(broker_url).query.get("cafile")
+
+    async def ask(kind: str, *more: str) -> Any:
+        path = "/".join(quote(part, safe="") for part in (kind, vhost, *more))
+        return await asyncio.to_thread(_ask, address, path, user, authority, within)
+
+    return ask
+
+
+def _counts(queue: Mapping[str, Any]) -> Counts | None:
+    if "messages" not in queue:  # it was made a moment ago, or statistics are switched off
+        return None
+    return Counts(queue["messages"], queue.get("consumers"), queue.get("messages_unacknowledged"))
+
+
+def _ask(address: str, path: str, user: str, authority: str | None, within: float) -> Any:
     """Ask that very server. What is sent holds the broker's password: no redirect is followed, no proxy is used."""
     check_credentials(address, "the management interface's URL")
     url = urlsplit(address)
@@ -98,7 +144,7 @@ def _ask(address: str, path: str, user: str, authority: str | None) -> Any:
         raise ConfigurationError("the management interface's URL begins with http:// or https:// and names a host")
     token = base64.b64encode(user.encode()).decode()
     try:
-        connection = _connection(url.scheme, url.hostname, url.port, authority)
+        connection = _connection(url.scheme, url.hostname, url.port, authority, within)
         with closing(connection):
             connection.request("GET", f"{url.path.rstrip('/')}/api/{path}", headers={"Authorization": f"Basic {token}"})
             with connection.getresponse() as answer:
@@ -113,10 +159,10 @@ def _ask(address: str, path: str, user: str, authority: str | None) -> Any:
         raise ManagementAway("its answer is no JSON") from None
 
 
-def _connection(scheme: str, host: str, port: int | None, authority: str | None) -> HTTPConnection:
+def _connection(scheme: str, host: str, port: int | None, authority: str | None, within: float) -> HTTPConnection:
     if scheme == "http":
-        return HTTPConnection(host, port, timeout=PATIENCE)
-    return HTTPSConnection(host, port, timeout=PATIENCE, context=ssl.create_default_context(cafile=authority))
+        return HTTPConnection(host, port, timeout=within)
+    return HTTPSConnection(host, port, timeout=within, context=ssl.create_default_context(cafile=authority))
 
 
 def _meaning(status: int, reason: str) -> str:
