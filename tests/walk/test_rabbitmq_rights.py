@@ -85,7 +85,7 @@ def users(vhost: VirtualHost, kind: str) -> tuple[str, str]:
         return url, url
     relay, worker = permissions(Topology.of(Names(), module().listeners, ()))  # type: ignore[attr-defined]
     return vhost.url_of_user(write=relay.write, read=relay.read), vhost.url_of_user(
-        write=worker.write, read=worker.read
+        configure=worker.configure, write=worker.write, read=worker.read
     )
 
 

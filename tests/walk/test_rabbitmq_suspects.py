@@ -19,6 +19,9 @@ from outbox.core.attempt import Done
 from outbox.core.transport import Defaults
 from outbox.transports.rabbitmq import RabbitmqTransport
 from outbox.transports.rabbitmq.consuming import RabbitmqDelivery
+from outbox.transports.rabbitmq.provisioning import permissions
+from outbox.transports.rabbitmq.topology import Names, Topology
+from tests.broker import VirtualHost
 from tests.seeds.observing import PATIENCE, eventually
 
 ROOT = Path(__file__).parents[2]
@@ -45,10 +48,13 @@ asyncio.run(Outbox(**options, prefetch_count=200).worker([listener]))
 """
 
 
-@pytest.mark.parametrize("max_crashes", [1, 2])  # one return makes a message a suspected one
+@pytest.mark.parametrize(  # one return makes a message a suspected one
+    ("max_crashes", "rights"), [(1, "all"), (2, "all"), (2, "printed")], ids=["1", "2", "2 with the printed rights"]
+)
 async def test_suspected_messages_hold_up_no_fresh_ones_and_are_handled_one_after_another(
-    rabbitmq_url: str, table_name: str, max_crashes: int
+    vhost: VirtualHost, table_name: str, max_crashes: int, rights: str
 ) -> None:
+    rabbitmq_url = vhost.url
     options = {"rabbitmq_url": rabbitmq_url, "exchange_name": table_name}
     queue = f"{table_name}.all"
     handled: Counter[int] = Counter()
@@ -61,6 +67,9 @@ async def test_suspected_messages_hold_up_no_fresh_ones_and_are_handled_one_afte
     await outbox.transport.open()
     await outbox.transport.declare([listener])
     await publish(outbox, range(MESSAGES))
+    if rights == "printed":
+        options["rabbitmq_url"] = url_of_worker(vhost, table_name, listener)
+    worker_outbox = Outbox(**options)
     doomed = await asyncio.create_subprocess_exec(
         sys.executable, "-c", DOOMED_WORKER, json.dumps([options, queue, max_crashes]), cwd=ROOT, stdout=subprocess.PIPE
     )
@@ -69,7 +78,7 @@ async def test_suspected_messages_hold_up_no_fresh_ones_and_are_handled_one_afte
     assert doomed.returncode == 137
     await eventually(partial(all_back, rabbitmq_url, queue))
     suspected, fresh = set(range(IN_HAND)), set(range(MESSAGES, MESSAGES + FRESH))
-    async with outbox.running(listeners=[listener]):
+    async with worker_outbox.running(listeners=[listener]):
         await publish(outbox, fresh)
         async with asyncio.timeout(FRESH_WITHIN):
             await eventually(lambda: handled.keys() >= fresh)
@@ -110,6 +119,34 @@ async def test_a_worker_that_dies_in_a_trial_leaves_one_message_with_one_crash_m
     assert await waiting_in(rabbitmq_url, listener.queue) == 0
 
 
+async def test_a_trial_with_the_printed_rights_that_its_worker_dies_in_comes_back_by_a_delay(
+    vhost: VirtualHost, table_name: str
+) -> None:
+    listener = Listener("#", print, queue=f"{table_name}.all", max_crashes=2, retry_delays=(0.1,))
+    defaults = Defaults(exchange_name=table_name)
+    url = url_of_worker(vhost, table_name, listener)
+    provisioning, first, second = both = [RabbitmqTransport(each, defaults) for each in (vhost.url, url, url)]
+    for transport in both:
+        await transport.open()
+        await transport.declare([listener])
+    tried = await on_trial(first, listener, vhost.url, provisioning)
+    await first._consumer_link.close()
+    deliveries = second.consume(listener, 10)
+    delivery = await asyncio.wait_for(anext(deliveries), PATIENCE)
+    assert delivery.attempt.message.id == tried.attempt.message.id
+    assert (delivery.attempt.crash_count, delivery.attempt.message.routing_key) == (2, "a")
+    assert await delivery.settle(Done())
+    await deliveries.aclose()
+    for transport in both:
+        await transport.close()
+
+
+def url_of_worker(vhost: VirtualHost, exchange: str, listener: Listener) -> str:
+    """A user with the printed rights and no others."""
+    _, worker = permissions(Topology.of(Names(exchange_name=exchange), [listener], ()))
+    return vhost.url_of_user(configure=worker.configure, write=worker.write, read=worker.read)
+
+
 async def test_a_connection_that_is_lost_during_a_trial_counts_as_no_crash_for_the_process_that_lives(
     transports: list[RabbitmqTransport], rabbitmq_url: str, table_name: str
 ) -> None:
@@ -128,10 +165,12 @@ async def test_a_connection_that_is_lost_during_a_trial_counts_as_no_crash_for_t
     assert await waiting_in(rabbitmq_url, listener.queue) == 0
 
 
-async def on_trial(transport: RabbitmqTransport, listener: Listener, rabbitmq_url: str) -> RabbitmqDelivery:
+async def on_trial(
+    transport: RabbitmqTransport, listener: Listener, rabbitmq_url: str, publisher: RabbitmqTransport | None = None
+) -> RabbitmqDelivery:
     """A message that came back once, in its trial."""
     await transport.declare([listener])
-    await transport.publish([Message(routing_key="a", body=b"0")])
+    await (publisher or transport).publish([Message(routing_key="a", body=b"0")])
     async with await aio_pika.connect(rabbitmq_url) as connection:
         channel = await connection.channel()
         queue = await channel.get_queue(listener.queue)

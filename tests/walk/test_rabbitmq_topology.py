@@ -85,7 +85,8 @@ async def test_the_table_names_everything(shop: Command) -> None:
     for binding in topology.bindings:
         assert [binding.exchange, binding.routing_key or "-", binding.queue] in rows
     assert ["relay", "^$", "^outbox$", "^$"] in rows
-    assert ["worker", "^$", r"^outbox\.(delay_.*|dlx)$", "^(billing|shipping)$"] in rows
+    trials, write = r"outbox\.trial_.*", r"^outbox\.(delay_.*|dlx|trial_.*)$"
+    assert ["worker", f"^{trials}$", write, rf"^(billing|shipping|outbox\.dlx|{trials})$"] in rows
 
 
 async def test_names_and_delays_come_from_the_settings(shop: Command) -> None:
@@ -189,7 +190,7 @@ async def test_terraform_makes_what_the_listeners_need_and_the_marker_last(shop:
     relay, worker = permissions(topology)
     assert granted == {
         "mover": {"configure": "^$", "write": relay.write, "read": relay.read},
-        "doer": {"configure": "^$", "write": worker.write, "read": worker.read},
+        "doer": {"configure": worker.configure, "write": worker.write, "read": worker.read},
     }
     assert len(found) == len(exchanges) + len(queues) + len(bindings) + len(granted)
     after = {(each.kind, each.label): each.depends_on for each in found}
@@ -292,4 +293,4 @@ async def test_permissions_of_users_that_exist_are_imported_too(
     vhost.management.ask("POST", "definitions", **ran.document)
     granted = vhost.management.ask("GET", "permissions", vhost.name, user)
     _, worker = permissions(needed())
-    assert (granted["configure"], granted["write"], granted["read"]) == ("^$", worker.write, worker.read)
+    assert (granted["configure"], granted["write"], granted["read"]) == (worker.configure, worker.write, worker.read)

@@ -50,6 +50,7 @@ class Courier:
         self.topology: Topology | None = None  # what was declared
         self.writes_dead_letters = True  # whether the user may
         self._default_is_closed = False  # the user may not write to the default exchange
+        self._trials_by_default = True  # trial queues are reached and left by that one
         self._batch: list[tuple[Outgoing, asyncio.Future[Result]]] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._outages: dict[str, Outage] = {}  # by queue, while its copies are not confirmed
@@ -76,11 +77,25 @@ class Courier:
     async def make_trial_queue(self, queue: str) -> str:
         """Declare a queue for trials of this process, and tell its name; raises what declaring raises."""
         name = self._names.trial_queue(new_id())
-        await self._declare(Topology.of_trials(self._names, name, queue))
+        back_by = None if self.topology is None else self.topology.shortest_delay
+        if self._trials_by_default:
+            try:
+                await self._declare(Topology.of_trials(self._names, name, queue))
+                return name
+            except ConfigurationError:  # this user may make no queue, or not write to the default exchange
+                if back_by is None:
+                    raise
+        if back_by is None:
+            raise ConfigurationError(f"no trial queue for {queue!r}: nothing would hand its messages back")
+        await self._declare(Topology.of_trials(self._names, name, queue, back_by))
+        self._trials_by_default = False
         return name
 
     async def to_trial(self, parcel: Parcel, trial_queue: str) -> bool:
         """To a trial queue of this process; False: that is gone, or this user may not publish to it."""
+        if not self._trials_by_default:
+            exchange = self._names.dead_letter_exchange
+            return await self._until_answered(exchange, parcel, trial_queue) is Answer.CONFIRMED
         if self._default_is_closed:
             return False
         answer = await self._until_answered("", parcel, trial_queue)

@@ -156,7 +156,7 @@ class Tray:
 
     def _take(self, incoming: Incoming) -> None:
         """Raises Undecodable if only the broker can carry it to the dead letters."""
-        envelope = Envelope.of(incoming)
+        envelope = Envelope.of(incoming, is_ours=self.trial_queue is not None)
         largest = self._deliveries.largest_body
         if len(incoming.body) > largest:
             error = Undecodable(too_large(incoming.body, largest))

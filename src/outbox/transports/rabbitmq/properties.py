@@ -104,15 +104,16 @@ class Envelope:
             raise Undecodable(f"its AMQP properties cannot be read: {cause}") from cause
 
     @classmethod
-    def of(cls, incoming: Incoming) -> Envelope:
+    def of(cls, incoming: Incoming, *, is_ours: bool = False) -> Envelope:
         """A delivery's; raises Undecodable.
 
-        Copies of ours come by the default exchange, and from the delay queues by the same one. What came by another
-        exchange is new, whatever its publisher wrote about its past; so is what the broker delivers for the first time.
+        Copies of ours come by the default exchange, from the delay queues by the same one, and from a trial queue of
+        this process. What came by another exchange is new, whatever its publisher wrote about its past; so is what the
+        broker delivers for the first time.
         """
         envelope = cls.read(incoming.properties)
         if not envelope.is_fresh:
-            if incoming.exchange:
+            if incoming.exchange and not is_ours:
                 envelope.forget(_PRIVATE)
             if not incoming.redelivered:
                 envelope.forget(_COUNTS)

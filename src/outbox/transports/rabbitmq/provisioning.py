@@ -25,9 +25,16 @@ class Permissions:
 def permissions(topology: Topology) -> tuple[Permissions, ...]:
     """Those of a relay and of a worker; a user for both needs both."""
     exchange = re.escape(topology.names.exchange)
+    # A worker makes a queue for trials, if a message is ever suspected, and binds it to the exchange of dead letters.
+    trials = rf"{exchange}\.trial_.*"
     return (
         Permissions("relay", write=f"^{exchange}$", read=NOTHING),
-        Permissions("worker", write=rf"^{exchange}\.(delay_.*|dlx)$", read=_any_of(topology.consumed)),
+        Permissions(
+            "worker",
+            configure=f"^{trials}$",
+            write=rf"^{exchange}\.(delay_.*|dlx|trial_.*)$",
+            read=_any_of(topology.consumed, rf"{exchange}\.dlx", trials),
+        ),
     )
 
 
@@ -197,5 +204,5 @@ def _exchanges(topology: Topology) -> Iterator[Exchange]:
         yield topology.marker
 
 
-def _any_of(names: Iterable[str]) -> str:
-    return f"^({'|'.join(map(re.escape, names))})$"
+def _any_of(names: Iterable[str], *patterns: str) -> str:
+    return f"^({'|'.join([*map(re.escape, names), *patterns])})$"

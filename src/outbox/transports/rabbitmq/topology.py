@@ -121,9 +121,13 @@ class Names:
         """`outbox.delay_10s`, `outbox.delay_500ms`, `outbox.delay_1h30m`: an exchange and the queue behind it."""
         return f"{self.delay_prefix}{_spelled(_milliseconds(delay))}"
 
+    @property
+    def trial_prefix(self) -> str:
+        return f"{self.exchange_name}.trial_"
+
     def trial_queue(self, id: str) -> str:
         """A queue of one process, in which it tries suspected messages."""
-        return f"{self.exchange_name}.trial_{id}"
+        return f"{self.trial_prefix}{id}"
 
     def owns(self, exchange: str) -> bool:
         """Whether an exchange is one of these, of whichever listeners."""
@@ -204,15 +208,20 @@ class Topology:
         )
 
     @classmethod
-    def of_trials(cls, names: Names, name: str, queue: str) -> Topology:
-        """What one process needs to try suspected messages of a queue: what it does not take goes back there."""
+    def of_trials(cls, names: Names, name: str, queue: str, back_by: str = "") -> Topology:
+        """What one process needs to try suspected messages of a queue: what it does not take goes back there.
+
+        By the default exchange, or, where a user may not write to that one, by a delay. Then messages come here by the
+        exchange of dead letters, which every worker may write to.
+        """
         arguments = {
             "x-message-ttl": _milliseconds(_TRIED_FOR),
             "x-expires": _milliseconds(_UNUSED_FOR),
-            "x-dead-letter-exchange": "",
+            "x-dead-letter-exchange": back_by,
             "x-dead-letter-routing-key": queue,
         }
-        return cls(names, exchanges=(), queues=(Queue(name, _QUORUM | arguments | _HANDED_ON),), bindings=())
+        bindings = (QueueBinding(names.dead_letter_exchange, name, name),) if back_by else ()
+        return cls(names, exchanges=(), queues=(Queue(name, _QUORUM | arguments | _HANDED_ON),), bindings=bindings)
 
     @property
     def delays(self) -> tuple[str, ...]:
