@@ -49,7 +49,8 @@ class PrintableFormatter(logging.Formatter):
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        return indented(super().format(record))
+        text = super().format(record)
+        return indented(text) if "\n" in text else text  # without a traceback it is the message, escaped below
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - its name in logging
         return printable(super().formatMessage(record).expandtabs(4))

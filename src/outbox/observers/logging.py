@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from datetime import timedelta
-from functools import cache
-from typing import Any
+from typing import Any, get_args
 
 from outbox.core.attempt import Attempt, Dead, Done, Reason, Released, RetryIn
 from outbox.core.durations import in_words
@@ -41,6 +40,9 @@ from outbox.core.printing import printable
 from outbox.observers.outages import Outages, missing
 
 logger = logging.getLogger("outbox")
+
+# `StillRunning` is still_running.
+_NAMES = {kind: re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower() for kind in get_args(Event)}
 
 
 def _escape_arguments(record: logging.LogRecord) -> bool:
@@ -299,20 +301,16 @@ class LoggingObserver:
 
 def _facts(happened: Event, about: Message | Attempt | None = None, **facts: Any) -> dict[str, Any]:
     """What a record says, as attributes for handlers that write fields. Text is escaped as in the line itself."""
-    found: dict[str, Any] = {"event": _named(type(happened).__name__)}
-    if isinstance(about, Attempt):
-        found["attempt"] = about.attempt_count
-    message = about.message if isinstance(about, Attempt) else about
-    if message is not None:
-        found |= {"message_id": message.id, "routing_key": message.routing_key}
-    found |= {name: value for name, value in facts.items() if value is not None}
-    return {name: printable(value) if isinstance(value, str) else value for name, value in found.items()}
-
-
-@cache
-def _named(event: str) -> str:
-    """`LeaseWasLost` is lease_was_lost."""
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", event).lower()
+    found: dict[str, Any] = {"event": _NAMES[type(happened)]}
+    if about is not None:
+        if isinstance(about, Attempt):
+            found["attempt"] = about.attempt_count
+        message = about.message if isinstance(about, Attempt) else about
+        found["message_id"], found["routing_key"] = printable(message.id), printable(message.routing_key)
+    for name, value in facts.items():
+        if value is not None:
+            found[name] = printable(value) if isinstance(value, str) else value
+    return found
 
 
 def _so_far(lasts: timedelta) -> str:
