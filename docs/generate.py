@@ -138,7 +138,7 @@ def _default(option: Field[Any]) -> str:
     value = option.default
     if value is None or value == ():
         return "none"
-    if isinstance(value, str | tuple):
+    if isinstance(value, str | tuple | bool):
         return f"`{value}`"
     unit = " s" if option.metadata.get("parse") is parse_duration else ""
     return f"{value:g}{unit}"

@@ -24,7 +24,7 @@ from outbox.core.events import Failed, Started, Stopped
 from outbox.core.forks import forget_after_fork, never_collect
 from outbox.core.listener import Listener, check_listeners
 from outbox.core.message import Message
-from outbox.core.store import Backlog, Difference, Store, StoredMessage
+from outbox.core.store import Backlog, Difference, Store, StoredMessage, ThreadNotifying
 from outbox.core.tracking import get_tracking_ids, tracking
 from outbox.core.transport import Countable, Defaults, Transport
 from outbox.core.webhooks import AnySecrets
@@ -162,6 +162,8 @@ class Outbox:
             self.engines.check_dialect(dialect)
             engine = self.engines.asynchronous_if(dialect)
             store = store_class(dialect)(self.tables, engine, self.settings.clean_up_after)
+            if isinstance(store, ThreadNotifying):
+                store.notifies_in_thread = self.settings.sync_wakeups
             self._stores[dialect] = store
         return store
 

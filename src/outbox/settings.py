@@ -186,6 +186,13 @@ class Settings:
         "Longest sleep between two looks at the table. Wake-ups come sooner; lower it where none can.",
         parse=parse_duration,
     )
+    sync_wakeups: bool = _option(
+        True,
+        "Whether commits without an event loop wake other processes on PostgreSQL, from a daemon thread and a "
+        "connection that the first of them makes. Set it to False where a process may have neither; messages are found "
+        "within `poll_interval` then.",
+        parse=_truth,
+    )
     batch_size: int = _option(
         500,
         "Messages that a relay claims at once; fewer where their bodies have more than 8 MiB. Lower it if answers of a "
@@ -311,8 +318,9 @@ class Settings:
         observers = self.observers
         if observers is not None and not (isinstance(observers, Sequence) and all(map(callable, observers))):
             raise ConfigurationError("observers is a list of functions of an event")
-        if not isinstance(self.log, bool):
-            raise ConfigurationError(f"log={self.log!r}: True or False")
+        for name in ("sync_wakeups", "log"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigurationError(f"{name}={getattr(self, name)!r}: True or False")
         self._set("retry_delays", as_retry_policy(self.retry_delays))
         relay = self.relay_retry_delays
         endless = RetryPolicy.exponential(1, 2, cap=timedelta(minutes=5), jitter=0.2)

@@ -360,7 +360,7 @@ async def test_one_worker_serves_several_queues_and_a_stuck_one_holds_up_no_othe
 async def test_a_message_of_a_producer_that_wakes_nobody_is_found_by_polling(
     make_outbox: MakeOutbox, sync_engine: Engine
 ) -> None:
-    """Code without an event loop has nobody to send a wake-up."""
+    """Code without an event loop, where no thread may send a wake-up."""
     outbox = make_outbox()
     arrivals: asyncio.Queue[int] = asyncio.Queue()
 
@@ -369,7 +369,7 @@ async def test_a_message_of_a_producer_that_wakes_nobody_is_found_by_polling(
         await arrivals.put(number)
 
     def produce() -> None:
-        producer = Outbox(db_engine=sync_engine, table_name=outbox.tables.messages.name)
+        producer = Outbox(db_engine=sync_engine, table_name=outbox.tables.messages.name, sync_wakeups=False)
         with Session(sync_engine) as session, session.begin():
             producer.emit_sync(session, "orders", 7)
 

@@ -10,6 +10,14 @@ from typing import Any, Generic, NamedTuple, TypeVar
 Value = TypeVar("Value")
 
 
+def running_loop() -> asyncio.AbstractEventLoop | None:
+    """The loop that runs in this thread, if one does."""
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
 class _Kept(NamedTuple, Generic[Value]):
     value: Value
     ending: AsyncGenerator[None, None]
@@ -43,7 +51,7 @@ class LoopLocal(Generic[Value]):
 
     def elsewhere(self) -> dict[asyncio.AbstractEventLoop, Value]:
         """The values of the other loops that are still open."""
-        here = asyncio.get_running_loop()
+        here = running_loop()
         return {
             loop: kept.value for loop, kept in list(self._kept.items()) if loop is not here and not loop.is_closed()
         }

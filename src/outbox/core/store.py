@@ -7,7 +7,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from enum import Enum, StrEnum
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 from uuid import UUID
 
 from sqlalchemy import URL, Connection, Engine, Executable
@@ -288,6 +288,13 @@ class StoreClass(Protocol):
     def safe_engine(self, given: AnyEngine) -> AnyEngine:
         """The given engine if its transactions are safe by themselves, otherwise a sibling whose are."""
         ...
+
+
+@runtime_checkable
+class ThreadNotifying(Protocol):
+    """A store that wakes other processes from a thread of its own, for callers without an event loop."""
+
+    notifies_in_thread: bool
 
 
 class Store(Feed, Protocol):

@@ -25,6 +25,7 @@ from sqlalchemy import Connection, Executable, Select, String, func, literal, se
 from outbox.core.pace import Pace
 from outbox.stores.begin import begin
 from outbox.stores.line import Line, closed
+from outbox.stores.plain_line import PlainLine
 from outbox.stores.straight import DRIVER
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class Notifier:
         self._announced = 0
         self._deaf = self._told_deaf = False  # whether a pooler stands between here and the server
         self._line: Line | None = None  # straight to the server, if there is such a way
+        self._plain: PlainLine | None = None  # where only the caller's plain engine leads to the server
         self._opening = asyncio.Lock()
         self._letting_go: set[asyncio.Future[None]] = set()  # of connections that come too late
 
@@ -102,10 +104,13 @@ class Notifier:
             await asyncio.wait(tasks, timeout=2 * LAST_WORDS)
         if self._line is not None:
             await asyncio.wait([asyncio.ensure_future(self._end(self._line))], timeout=2 * LAST_WORDS)
+        if self._plain is not None:
+            self._plain.close()
 
     async def _notify(self) -> None:
-        if not self._warm:
-            # A script that emits and ends shall not be met in the middle of connecting.
+        if not self._warm or (self._line is not None and self._line.is_closed):
+            # A script that emits and ends shall not be met in the middle of connecting. And a line that was cut is not
+            # ended in the first step, which is no task's own.
             await asyncio.sleep(LONGEST_MOMENT)
         while self._pending:
             destinations, self._pending = sorted(self._pending), set()
@@ -122,9 +127,12 @@ class Notifier:
 
     async def _send(self, destinations: list[str]) -> bool:
         """Notify whoever sleeps; says whether somebody does."""
+        rows = self._store.json([{"name": name} for name in destinations])
+        if not self._store.driver:
+            self._plain = self._plain or self._store.plain_line()
+            return bool(self._plain.ask(self._statement, {"destinations": rows}))  # only in a thread of its own
         if not self._deaf and (self._line is None or self._line.is_closed):
             await self._open_line()
-        rows = self._store.json([{"name": name} for name in destinations])
         return bool(await self.ask(self._statement, {"destinations": rows}))
 
     async def _open_line(self) -> Line | None:

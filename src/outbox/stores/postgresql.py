@@ -9,6 +9,7 @@ from contextlib import suppress
 from datetime import datetime
 from functools import cached_property
 from typing import Any, TypeVar
+from weakref import ref
 
 from sqlalchemy import (
     ARRAY,
@@ -18,6 +19,7 @@ from sqlalchemy import (
     ColumnElement,
     Connection,
     DateTime,
+    Engine,
     Executable,
     Float,
     FromClause,
@@ -51,14 +53,15 @@ from outbox.core.diagnosis import Finding
 from outbox.core.durations import LATEST, OLDEST, Retention
 from outbox.core.errors import ConfigurationError, TransactionError
 from outbox.core.finish import finish
-from outbox.core.loops import LoopLocal
+from outbox.core.loops import LoopLocal, running_loop
 from outbox.core.store import Difference, Rows, Suspected
 from outbox.core.transaction_state import TransactionState
-from outbox.stores import postgresql_examination, postgresql_receiving, postgresql_state
+from outbox.stores import notifying_thread, postgresql_examination, postgresql_receiving, postgresql_state
 from outbox.stores.claims import BURIAL
 from outbox.stores.heads import Head
 from outbox.stores.notify import Notifier
 from outbox.stores.places import Places
+from outbox.stores.plain_line import PlainLine
 from outbox.stores.pooling import explained, unprepared
 from outbox.stores.postgresql_batches import count, fitting
 from outbox.stores.postgresql_check import PostgresqlCheck, as_array, present_tables
@@ -83,6 +86,7 @@ class PostgresqlStore(SqlStore):
 
     async_drivers = ("asyncpg", "psycopg")
     sync_drivers = ("psycopg", "psycopg2")
+    notifies_in_thread = True
 
     @classmethod
     def connect_args(cls, url: URL) -> dict[str, Any]:
@@ -95,6 +99,7 @@ class PostgresqlStore(SqlStore):
         self._places = Places(self, engine)
         self._snapshots = Snapshots()
         self._heads: defaultdict[str, Head] = defaultdict(Head)
+        self._callers: ref[Engine] | None = None  # a plain engine by which messages came, where there is no other
         self._calm: set[str] = set()  # destinations of which nothing was heard since a claim found nothing
 
     async def _own(self) -> _Engines:
@@ -145,10 +150,13 @@ class PostgresqlStore(SqlStore):
     async def close(self) -> None:
         await self.lost_claims.close()
         await self._loops.close()
+        await notifying_thread.thread.run(self._loops.close, GOODBYE)
 
     # The caller's connection.
 
     def write(self, connection: Connection, statement: Executable, rows: Rows | None = None) -> int:
+        if self._given is None and not connection.dialect.is_async and (self._callers is None or not self._callers()):
+            self._callers = ref(connection.engine)
         with explained(connection.dialect.driver):
             return self.execute(self.on(connection), statement, rows)
 
@@ -212,21 +220,31 @@ class PostgresqlStore(SqlStore):
     def announce(self, *destinations: str | None) -> None:
         self._calm.difference_update(destination or NOT_ROUTED for destination in destinations)
         super().announce(*destinations)
-        if self._given is not None:
-            self._notify({destination or NOT_ROUTED for destination in destinations})
+        self._notify({destination or NOT_ROUTED for destination in destinations})
 
     def _notify(self, destinations: set[str]) -> None:
-        """Wake other processes. Where no event loop runs none is woken, and their polls find it."""
-        try:
-            loop = asyncio.get_running_loop()
-        except RuntimeError:
-            return
-        if loop not in self._loops:
+        """Wake other processes, from an event loop of this one, or from a thread of ours where there is none."""
+        loop = running_loop()
+        if loop is None or loop not in self._loops:
             for other, in_loop in self._loops.elsewhere().items():  # a loop that lasts speaks for one that may not
                 with suppress(RuntimeError):  # it was closed meanwhile
                     other.call_soon_threadsafe(in_loop.notifier.notify, destinations)
                     return
+        if loop is not None and self._given is not None:
+            self.notify_here(destinations)
+        elif self.notifies_in_thread and (self._given is not None or self._callers is not None):
+            notifying_thread.thread.notify(self, destinations)
+
+    def notify_here(self, destinations: set[str]) -> None:
+        """Wake other processes from the running event loop."""
         self._notifier.notify(destinations)
+
+    def plain_line(self) -> PlainLine:
+        """A connection beside the engine of callers, where this store has none of its own."""
+        engine = None if self._callers is None else self._callers()
+        if engine is None:
+            raise ConfigurationError("the engine of the callers is gone")
+        return PlainLine(engine, self._places.on)
 
     def heard(self, destination: str) -> None:
         """Another process has work for this destination."""
