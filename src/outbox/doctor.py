@@ -164,7 +164,7 @@ async def _messages(outbox: Outbox, listeners: Sequence[Listener]) -> list[Findi
         *_destinations(backlog),
         _leases(claimable, patience),
         *_overdue(claimable, patience, backlog),
-        *_dead_letters(deaths, fresh),
+        *_dead_letters(deaths, fresh, "" if isinstance(outbox.transport, DatabaseTransport) else "of relays"),
         *_nobody_asks(backlog, lost),
     ]
 

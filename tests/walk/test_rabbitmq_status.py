@@ -233,6 +233,11 @@ async def test_messages_and_dead_letters_at_the_broker_are_counted(
     ran = await command.run("doctor", "--json")
     told = [each["what"] for each in ran.document["findings"] if each["level"] == "error"]
     assert f"nobody consumes '{table_name}.orders', 3 waiting" in told
+    assert [what for what in told if "in the queue 'orders'" in what] == [
+        "2 in the queue 'orders', in the last 1h: 2 rejected"
+    ]
+    fine = {each["what"] for each in ran.document["findings"] if each["subject"] == "dead letters"} - set(told)
+    assert fine == {"none of relays in the last 1h"}
 
 
 async def _counts(outbox: Outbox, **numbers: int) -> bool:

@@ -203,7 +203,7 @@ async def _recorded_consumers(asking: Asking, names: Names, queues: Sequence[Que
         counts = await count(asking, queue) if each.consumers == 0 else None
         if counts is not None and counts.consumers == 0:
             idle[queue] = Counts(max(each.delivered or 0, counts.messages or 0), 0)
-    return list(_idle(idle, len(queues)))
+    return list(_idle(idle, sum(each.consumers is not None for each in queues)))
 
 
 def _idle(idle: Mapping[str, Counts], known: int) -> Iterator[Finding]:
