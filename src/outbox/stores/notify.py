@@ -72,6 +72,12 @@ class Notifier:
         if self._notifying is None or self._notifying.done():
             self._notifying = begin(self._notify())  # before the caller goes on, who may have much to do
 
+    def is_pending(self, destinations: set[str]) -> bool:
+        """Whether these are notified soon anyway. Any thread may ask, after a commit: what is pending is not sent."""
+        pending = destinations <= self._pending
+        self._announced += pending
+        return pending
+
     async def listen(self, longest: float) -> None:
         """Be woken from now on, and tell others for how long it is worth their while."""
         loop = asyncio.get_running_loop()

@@ -228,7 +228,8 @@ class PostgresqlStore(SqlStore):
         if loop is None or loop not in self._loops:
             for other, in_loop in self._loops.elsewhere().items():  # a loop that lasts speaks for one that may not
                 with suppress(RuntimeError):  # it was closed meanwhile
-                    other.call_soon_threadsafe(in_loop.notifier.notify, destinations)
+                    if not in_loop.notifier.is_pending(destinations):
+                        other.call_soon_threadsafe(in_loop.notifier.notify, destinations)
                     return
         if loop is not None and self._given is not None:
             self.notify_here(destinations)
