@@ -19,7 +19,15 @@ from outbox.observers.outages import AFTERMATH, AGAIN_AFTER, Outages
 
 SOON = timedelta(seconds=1)
 AWAY = OperationalError("SELECT 1", {}, OSError("connection refused"))
-REFUSED = ProgrammingError("DELETE", {}, Exception("permission denied"))
+
+
+class Denied(Exception):
+    """As drivers tell it."""
+
+    sqlstate = "42501"
+
+
+REFUSED = ProgrammingError("DELETE", {}, Denied("permission denied"))
 
 
 class Log:

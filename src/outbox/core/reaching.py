@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, NotSupportedError, ProgrammingError, TimeoutError
+from sqlalchemy.exc import DBAPIError, TimeoutError
 
 from outbox.core.errors import DatabaseSilent
 
 _AWAY = ("08", "28", "3D", "53", "57")  # SQL states: connection, password, database, resources, operator
-_ANSWERS = (ProgrammingError, IntegrityError, DataError, NotSupportedError)
 
 
 def is_unreachable(error: BaseException) -> bool:
@@ -19,9 +18,9 @@ def is_unreachable(error: BaseException) -> bool:
         return state[:2] in _AWAY
     if isinstance(error, OSError | DatabaseSilent | TimeoutError):
         return True
-    # Neither psycopg nor sqlite3 gives a state when no connection came about.
+    # Neither psycopg nor sqlite3 gives a state when no connection came about. What a server refuses has one.
     if isinstance(error, DBAPIError):
-        return not isinstance(error, _ANSWERS) and not str(original(error)).startswith("no such")
+        return not str(original(error)).startswith("no such")
     return type(error).__name__ == "InterfaceError"  # a driver's own, of a connection that is closed
 
 
