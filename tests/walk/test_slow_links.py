@@ -54,7 +54,7 @@ async def test_a_backlog_that_no_single_claim_can_fetch_in_time_is_delivered(
     postgresql_url: str, table_name: str, monkeypatch: pytest.MonkeyPatch, road: str
 ) -> None:
     monkeypatch.setattr("outbox.stores.sql.WORK_WITHIN", WITHIN)
-    monkeypatch.setattr(weights, "AIM", 8 * len(BODY))
+    monkeypatch.setattr(weights, "AIM", BACKLOG * len(BODY))
     monkeypatch.setattr(weights, "QUICK", WITHIN / 4)
     url = make_url(postgresql_url).set(drivername="postgresql+asyncpg")
     producer = Outbox(db_engine_url=url, table_name=table_name)
