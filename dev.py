@@ -66,7 +66,7 @@ PYTEST = ["-m", "pytest"]
 SIDE_BY_SIDE = ["-n", "3", "--dist", "loadfile", "--no-loadscope-reorder"]
 # An older SQLAlchemy is met on one driver of PostgreSQL: what the databases differ in is not SQLAlchemy's.
 ON_OLDER_SQLALCHEMY = [
-    *("tests/contract/test_stores.py", "tests/seeds/test_seed_1_emit.py", "tests/walk/test_joined_sessions.py"),
+    *("tests/contract/test_stores.py", "tests/walk/test_joined_sessions.py"),
     *("-k", "asyncpg"),
 ]
 

@@ -19,10 +19,6 @@ def test_faults_break_no_promise_on_sqlite() -> None:
     check(run(SHORT["sqlite"], 3))
 
 
-def test_faults_of_every_kind_break_no_promise_over_rabbitmq() -> None:
-    check(run(SHORT["rabbitmq"], 5))
-
-
 def test_faults_break_no_promise_between_two_services() -> None:
     check(run(SHORT["two-services"], 2600))
 

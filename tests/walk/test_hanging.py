@@ -322,7 +322,7 @@ async def test_while_traffic_grows_back_a_round_without_an_answer_keeps_others_w
 
 async def _one(relay: Publisher) -> bool:
     await asyncio.sleep(0.02)
-    return await relay.round() == 1
+    return await relay.round() >= 1
 
 
 async def test_answers_that_could_not_be_written_are_written_soon_though_another_message_has_none(

@@ -333,7 +333,7 @@ async def test_a_transaction_that_was_ended_on_the_driver_is_not_tried_again(
         await commit(session, "goes on")
         await session.execute(effects.write("is not executed"))
 
-    @listen("#", queue="times out", retry_delays=delays, timeout=0.5)
+    @listen("#", queue="times out", retry_delays=delays, timeout=3)
     async def times_out(body: int, session: AsyncSession) -> None:
         await commit(session, "times out")
         await asyncio.sleep(60)

@@ -111,7 +111,7 @@ async def test_its_lease_lasts_for_its_timeout_and_the_grace_and_others_are_rene
     make_outbox: MakeOutbox, watch: Watch, effects: Effects
 ) -> None:
     """One at a time: the second message waits in the same claim as the first."""
-    outbox = make_outbox(lease=LEASE, grace=5, observers=[watch])
+    outbox = make_outbox(lease=3 * LEASE, grace=5, observers=[watch])
     leases: list[tuple[datetime, ...]] = []
 
     async def look() -> tuple[datetime, ...]:

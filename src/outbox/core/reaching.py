@@ -9,6 +9,7 @@ from sqlalchemy.exc import DBAPIError, TimeoutError
 from outbox.core.errors import DatabaseSilent
 
 _AWAY = ("08", "28", "3D", "53", "57")  # SQL states: connection, password, database, resources, operator
+_BROKEN = ("InterfaceError", "InternalClientError")  # a driver's own, of a connection that is closed or was cut
 
 
 def is_unreachable(error: BaseException) -> bool:
@@ -21,7 +22,7 @@ def is_unreachable(error: BaseException) -> bool:
     # Neither psycopg nor sqlite3 gives a state when no connection came about. What a server refuses has one.
     if isinstance(error, DBAPIError):
         return not str(original(error)).startswith("no such")
-    return type(error).__name__ == "InterfaceError"  # a driver's own, of a connection that is closed
+    return type(error).__name__ in _BROKEN
 
 
 def sql_state(error: BaseException) -> str:

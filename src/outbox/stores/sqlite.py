@@ -393,6 +393,7 @@ class _MemoryThread:
     def __init__(self, engine: AsyncEngine) -> None:
         self._given = engine
         self._connection: AsyncConnection | None = None
+        self._connecting = asyncio.Lock()
         self._engine: Engine | None = None
 
     async def run(self, work: Callable[[Connection], Result], *, reading: bool) -> Result:
@@ -426,9 +427,10 @@ class _MemoryThread:
             await connection.close()
 
     async def _driver(self) -> Any:
-        if self._connection is None:
-            # Kept open: giving it back would roll back whatever a caller's session has open on the same connection.
-            self._connection = await self._given.connect()
+        async with self._connecting:
+            # One, and kept open: giving one back would roll back what a caller's session has open on the same one.
+            if self._connection is None:
+                self._connection = await self._given.connect()
         return (await self._connection.get_raw_connection()).driver_connection
 
 
