@@ -323,7 +323,7 @@ def wheels_of_the_index(folder: Path) -> list[Path]:
 
 def wheels_of_debian(folder: Path) -> list[Path]:
     # The tests unpack servers in the same way; the file is loaded by its path, for its package needs more.
-    spec = importlib.util.spec_from_file_location("debian", ROOT / "src/outbox/testing/debian.py")
+    spec = importlib.util.spec_from_file_location("debian", ROOT / "src/outbox/testing/servers/debian.py")
     if spec is None or spec.loader is None:
         return []
     debian = importlib.util.module_from_spec(spec)

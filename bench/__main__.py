@@ -8,7 +8,21 @@ import signal
 import sys
 from dataclasses import replace
 
-from bench import claim, drain, emit, http_inbound, http_relay, idle, inbox, latency, page, rabbitmq, snapshot, wakeup
+from bench import (
+    claim,
+    drain,
+    emit,
+    http_inbound,
+    http_relay,
+    idle,
+    inbox,
+    latency,
+    page,
+    paths,
+    rabbitmq,
+    snapshot,
+    wakeup,
+)
 from bench.database import database
 from bench.machine import machine
 from bench.report import Report, summary
@@ -31,18 +45,24 @@ PARTS = {
     "rabbitmq-latency": rabbitmq.measure_latency,
     "rabbitmq-memory": rabbitmq.measure_memory,
 }
+ALL = {**PARTS, "paths": paths.measure}  # which is no part of the page, and is run if it is asked for
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    parser.add_argument("parts", nargs="*", metavar="part", help=f"any of {', '.join(PARTS)}; all if none is named")
+    parser.add_argument(
+        "parts",
+        nargs="*",
+        metavar="part",
+        help=f"any of {', '.join(ALL)}; all but paths if none is named",
+    )
     parser.add_argument("--rounds", type=int, default=3, help="how often everybody has a turn; 3 if not given")
     parser.add_argument("--peers", metavar="PYTHON", help="a Python with bench/requirements.txt; no peers if not given")
     parser.add_argument("--write", action="store_true", help="put it into docs/benchmarks.md")
     given = parser.parse_args()
     for part in given.parts:
-        if part not in PARTS:
-            parser.error(f"no part is called {part!r}; there are {', '.join(PARTS)}")
+        if part not in ALL:
+            parser.error(f"no part is called {part!r}; there are {', '.join(ALL)}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends like Ctrl-C, and what was started ends too
     asyncio.run(run(given.parts or list(PARTS), Settings(given.rounds, given.peers), write=given.write))
 
@@ -54,10 +74,10 @@ async def run(parts: list[str], settings: Settings, *, write: bool) -> None:
         print(f"{part} …", file=sys.stderr, flush=True)
         with database() as server:
             where = await machine(server)
-            report = replace(await PARTS[part](server, settings), where=where)
+            report = replace(await ALL[part](server, settings), where=where)
         reports.append(report)
         print(report.markdown(), flush=True)
-        if write:
+        if write and part in PARTS:
             page.keep(part, report)
             page.write(list(PARTS))
     print(summary(reports), flush=True)

@@ -16,6 +16,7 @@ from bench.settings import Settings
 from bench.turns import in_turns, ratios
 from outbox import Outbox
 from outbox.core.attempt import Done, Outcome
+from outbox.core.store import Selection
 
 LIMIT = 100
 FEW = 1_000
@@ -63,7 +64,8 @@ class Prepared:
     async def claim(self) -> float:
         """Milliseconds until the messages are ours."""
         begun = time.monotonic()
-        async with self.outbox.store.claim(LIMIT, lease=timedelta(minutes=1), destination=QUEUE) as claimed:
+        wanted = Selection(limit=LIMIT, lease=timedelta(minutes=1), destination=QUEUE)
+        async with self.outbox.store.feed.claim(wanted) as claimed:
             took = time.monotonic() - begun
             outcomes: dict[int, Outcome] = {attempt.id: Done() for attempt in claimed.attempts}
             await claimed.settle(outcomes)

@@ -47,7 +47,7 @@ async def measure(database: Database, settings: Settings) -> Report:
     )
 
 
-async def latency(contender: Contender, database: Database) -> Latency:
+async def latency(contender: Contender, database: Database, rate: int = RATE, messages: int = MESSAGES) -> Latency:
     async with contender.emitting() as emitter:
         await contender.clear(database)
         async with contender.working(tell_every=1) as worker:
@@ -55,8 +55,8 @@ async def latency(contender: Contender, database: Database) -> Latency:
             for _ in range(WARM_UP):
                 await worker.heard()
             await emitter.heard()
-            emitter.say(f"pace {RATE} {MESSAGES}")
-            started = dict([(await worker.heard()).split()[1:] for _ in range(MESSAGES)])
+            emitter.say(f"pace {rate} {messages}")
+            started = dict([(await worker.heard()).split()[1:] for _ in range(messages)])
             committed = json.loads(await emitter.heard())
     taken = [(int(started[number]) - moment) / 1e6 for number, moment in committed.items()]
     percentiles = statistics.quantiles(taken, n=100)

@@ -13,7 +13,8 @@ from typing import Any
 from outbox.core.durations import parse_duration
 from outbox.core.listener import Listener
 from outbox.core.retry import RetryPolicy
-from outbox.settings import PREFIX, Settings
+from outbox.environment import PREFIX
+from outbox.settings import Settings
 
 PAGE = Path(__file__).with_name("configuration.md")
 

@@ -44,10 +44,10 @@ from outbox.core.errors import (
     WrongEventLoop,
 )
 from outbox.core.listener import Listener, listen
+from outbox.core.listener_options import FailedAttempt
 from outbox.core.message import Message
 from outbox.core.retry import RetryPolicy
 from outbox.core.store import Backlog, Difference, QueueBacklog, StoredMessage
-from outbox.core.strategy import FailedAttempt
 from outbox.core.tracking import get_tracking_ids, tracking
 from outbox.instance import Outbox
 

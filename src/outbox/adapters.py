@@ -5,21 +5,24 @@ from __future__ import annotations
 import inspect
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import fields, replace
 from importlib.metadata import entry_points, metadata, requires
 from importlib.util import find_spec
-from typing import Any, cast
+from typing import Any
 
 from sqlalchemy import URL, make_url
 from sqlalchemy.exc import ArgumentError
 
 from outbox.core.errors import ConfigurationError
+from outbox.core.events import Observer
 from outbox.core.store import StoreClass
-from outbox.core.transport import Addressed, Adopting, Defaults, Transport
+from outbox.core.transport import Defaults, Route, Transport
+from outbox.settings import Settings
 from outbox.transports.database import DatabaseTransport
 from outbox.transports.function import FunctionTransport
-from outbox.transports.routes import Route, Routes, route_name, url_without_secrets
+from outbox.transports.routes import RouteObserver, Routes, route_name, url_without_secrets
 
 STORES = "outbox.stores"  # the entry point group; names are SQLAlchemy's names of dialects
 TRANSPORTS = "outbox.transports"  # names are URL schemes, or modules whose connections are taken
@@ -36,6 +39,17 @@ def store_class(dialect: str) -> StoreClass:
     return found
 
 
+def defaults_of(settings: Settings, observe: Observer) -> Defaults:
+    """What the settings say to a transport. Of those that belong to single transports each takes its own."""
+    values = {option.name: getattr(settings, option.name) for option in fields(settings)}
+    return Defaults(
+        retry_policy=settings.policy("retry_delays"),
+        observe=observe,
+        max_body_size=settings.max_body_size,
+        settings=values | {"source": settings.source or settings.usual_source},
+    )
+
+
 def transport_for(value: object, defaults: Defaults = _DEFAULTS) -> Transport:
     """A transport from a URL, a client library's connection, a function, or a transport itself."""
     if isinstance(value, str):
@@ -43,29 +57,36 @@ def transport_for(value: object, defaults: Defaults = _DEFAULTS) -> Transport:
         unknown = "no transport for {name}:// URLs is installed" if colon else "no URL: write for example https://…"
         make: Callable[[object, Defaults], Transport] = _load(TRANSPORTS, scheme, f"{unknown}; there are: {{known}}")
         return make(value, defaults)
-    if hasattr(value, "publish") and hasattr(value, "consume"):
-        if isinstance(value, Adopting):
-            value.adopt(defaults)
-        return cast(Transport, value)
+    if isinstance(value, Transport):
+        value.adopt(defaults)
+        return value
     if inspect.iscoroutinefunction(value) or inspect.iscoroutinefunction(getattr(value, "__call__", None)):  # noqa: B004
         return FunctionTransport(value)  # type: ignore[arg-type]
     library = _client_library(value)
     if library is not None:
         make = _load(TRANSPORTS, library, "no transport for connections of {name} is installed; there are: {known}")
         return make(value, defaults)
+    if hasattr(value, "publish"):
+        raise ConfigurationError(
+            f"transport={type(value).__name__}: its class has a method publish and is no Transport; let it inherit "
+            "outbox.core.transport.Transport"
+        )
     raise ConfigurationError(f"transport={type(value).__name__}: a URL, a Transport, or `async def publish(message)`")
 
 
 def routes_for(values: Mapping[str, object], defaults: Defaults = _DEFAULTS) -> Routes:
     """The destinations that routes name, each once, with all binding keys that lead to it."""
+    if len(_brokers(values.values())) > 1:  # whose interface the setting names is not known
+        defaults = replace(defaults, settings={**defaults.settings, "rabbitmq_management_url": ""})
     found: dict[str, tuple[object, Transport]] = {}
     binding_keys: defaultdict[str, list[str]] = defaultdict(list)
     for binding_key, value in values.items():
         name = next((name for name, (known, _) in found.items() if known is value or known == value), None)
         if name is None:
+            observe = RouteObserver(defaults.observe)
             try:
-                transport = transport_for(value, defaults)
-                name = route_name(value, transport)
+                transport = transport_for(value, replace(defaults, observe=observe))
+                name = observe.route = route_name(value, transport)
             except ConfigurationError as error:
                 raise ConfigurationError(f"the route of {binding_key!r}: {error}") from None
             if name in found:
@@ -76,6 +97,18 @@ def routes_for(values: Mapping[str, object], defaults: Defaults = _DEFAULTS) -> 
             found[name] = (value, transport)
         binding_keys[name].append(binding_key)
     return Routes([Route(name, transport, tuple(binding_keys[name])) for name, (_, transport) in found.items()])
+
+
+def _brokers(values: Iterable[object]) -> set[str]:
+    """The hosts, with their ports, of those that are RabbitMQ."""
+    urls = [getattr(value, "address", value) for value in values]
+    places = [url.partition("://")[2] for url in urls if isinstance(url, str) and url.startswith(("amqp:", "amqps:"))]
+    return {place.rpartition("@")[2].partition("/")[0] for place in places}
+
+
+def installed_stores() -> list[str]:
+    """The databases that there is a store for, by the names of SQLAlchemy's dialects."""
+    return sorted({point.name for point in entry_points(group=STORES)})
 
 
 def installed_transports() -> set[str]:
@@ -90,8 +123,8 @@ def installed_transports() -> set[str]:
 
 def address_of(value: object, transport: Transport) -> str | None:
     """Where a transport leads, without what is secret; None if neither it nor its URL tells."""
-    if isinstance(transport, Addressed):
-        return transport.address or None
+    if transport.address:
+        return transport.address
     return url_without_secrets(value) if isinstance(value, str) and "://" in value else None
 
 
@@ -131,7 +164,8 @@ def parse_url(text: str | URL) -> URL:
             "db_engine_url is not a database URL: write for example postgresql+asyncpg://user:password@host/database "
             "or sqlite+aiosqlite:///orders.db"
         ) from None
-    if url.host is not None and any("@" in part for part in (url.host, url.database or "", *url.query)):
+    cut = isinstance(text, str) and "@" in text.partition("?")[0] and "@" in text.partition("?")[2]
+    if url.host is not None and (cut or any("@" in part for part in (url.host, url.database or "", *url.query))):
         # What is behind the first @ of a password would be shown as a host or a database.
         raise ConfigurationError("db_engine_url has more than one @: in a password write @ as %40")
     return url

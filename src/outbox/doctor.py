@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import platform
-import shlex
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
-from urllib.parse import urlsplit
 
 from sqlalchemy.exc import DBAPIError
 
 from outbox.adapters import installed_drivers
-from outbox.core.dead_letter import Deaths
-from outbox.core.diagnosis import Claimable, Examination, Finding, Level
+from outbox.core.binding import Binding
+from outbox.core.diagnosis import Claimable, Examination, Finding, Level, dead_letter_findings, place_of
 from outbox.core.durations import in_words
-from outbox.core.errors import ConfigurationError, TransportUnavailable
 from outbox.core.listener import Listener
-from outbox.core.store import Backlog, Difference, StoredMessage
-from outbox.core.transport import Transport, Watchable
+from outbox.core.store import IN_DATABASE, Backlog, Difference, StoredMessage
+from outbox.core.transport import countable
 from outbox.instance import Outbox
 from outbox.rebinding import Rebinding
-from outbox.transports.database import DatabaseTransport
 
 LARGEST_SKEW = timedelta(seconds=1)  # of the clocks; more is seen in the times that an `eta` names
 PATIENCE = timedelta(minutes=1)  # what is due for longer should have been claimed; at least ten poll intervals
@@ -37,69 +34,61 @@ async def examine(outbox: Outbox, listeners: Sequence[Listener] = (), *, managem
     return [*findings, *await _broker(outbox, listeners, recorded, management_url)]
 
 
-async def _database(outbox: Outbox, listeners: Sequence[Listener]) -> tuple[list[Finding], Collection[str]]:
-    """What there is to say of it, and the queues that workers have recorded in it."""
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """What workers have recorded in the database."""
+
+    queues: Collection[str] = ()
+    stale: Collection[Binding] | None = None  # bindings that no listener asks for; None: not recorded
+
+
+async def _database(outbox: Outbox, listeners: Sequence[Listener]) -> tuple[list[Finding], _Recorded]:
+    """What there is to say of it, and what workers have recorded in it."""
     if not outbox.engines.configured:
-        return [_versions(outbox, None), _drivers(), Finding(Level.OK, "database", "none is set up")], ()
-    examination = await outbox.store.examine()
+        return [_versions(outbox, None), _drivers(), Finding(Level.OK, "database", "none is set up")], _Recorded()
+    examination = await outbox.store.inspection.examine()
     differences = await outbox.check_tables()
     findings = [_versions(outbox, examination), _drivers(), *_tables(differences), _clocks(examination)]
     findings += examination.findings
     if any(difference.breaks for difference in differences):
-        return findings, ()
+        return findings, _Recorded()
     try:
-        return [*findings, *await _messages(outbox, listeners)], await outbox.store.owners()
+        findings += await _messages(outbox, listeners)
+        stale = await _rebinding(outbox).recorded(outbox.transport, listeners)
+        return findings, _Recorded(await outbox.store.owners.all(), stale)
     except DBAPIError as error:
         if getattr(error.orig, "sqlstate", None) != _REFUSED:
             raise
         advice = "run doctor as a role that was granted the operator's rights: outbox tables sql --roles"
-        return [*findings, Finding(Level.WARNING, "messages", "this role may not read them", advice)], ()
+        return [*findings, Finding(Level.WARNING, "messages", "this role may not read them", advice)], _Recorded()
 
 
 async def _broker(
-    outbox: Outbox, listeners: Sequence[Listener], recorded: Collection[str], management_url: str
-) -> list[Finding]:
+    outbox: Outbox, listeners: Sequence[Listener], recorded: _Recorded, management_url: str
+) -> Sequence[Finding]:
     settings = outbox.settings
-    if not isinstance(settings.transport, str) or urlsplit(settings.transport).scheme not in ("amqp", "amqps"):
-        return []
-    try:
-        from outbox.transports.rabbitmq import examining, topology
-    except ImportError as error:
-        raise ConfigurationError(f"RabbitMQ's client is not installed: {error}") from None
-    examined = await examining.examine(
-        settings.transport,
-        topology.Names(settings.exchange_name, settings.queue_prefix),
-        listeners,
-        settings.policy("retry_delays"),
-        recorded=recorded,
-        management_url=management_url or settings.rabbitmq_management_url,
+    if not settings.routes and settings.transport in (None, IN_DATABASE):
+        return ()
+    fresh = settings.duration("fresh_dead_letters")
+    if settings.routes:
+        return await _destinations_of_routes(outbox, fresh, management_url)
+    return await outbox.transport.examine(
+        listeners, recorded=recorded.queues, stale=recorded.stale, fresh=fresh, admin_url=management_url
     )
-    if not examined.reached:
-        return examined.findings
-    with_letters = [found.queue for found in examined.queues if found.dead != 0]
-    letters = await _letters_at_broker(outbox, with_letters) if examined.queues else []
-    return [*examined.findings, *letters, *await _alarm(outbox.transport)]
 
 
-async def _letters_at_broker(outbox: Outbox, queues: Sequence[str]) -> list[Finding]:
-    """A queue can only be read by taking messages out of it: those without dead letters are left alone."""
-    within, letters = outbox.settings.duration("fresh_dead_letters"), outbox.transport.dead_letters
-    try:
-        deaths = await letters.deaths(within, known=queues) if queues and within and letters is not None else []
-    except (TransportUnavailable, ConfigurationError) as error:
-        what = f"in RabbitMQ's queues {', '.join(queues)}: not looked at: {error}"
-        return [Finding(Level.WARNING, "dead letters", what, "outbox dead-letters list --queue QUEUE shows them")]
-    return list(_dead_letters(deaths, within, "in RabbitMQ's queues"))
+async def _destinations_of_routes(outbox: Outbox, fresh: timedelta, management_url: str) -> list[Finding]:
+    """Their queues are somebody else's: no listener here needs them, and no worker has recorded them."""
+    findings: list[Finding] = []
+    admin_url = management_url if len(countable(outbox.transport)) == 1 else ""  # it is that of one broker
+    for route in outbox.transport.routes:
+        found = await route.transport.examine(fresh=fresh, admin_url=admin_url)
+        findings += [replace(each, what=f"{route.name}: {each.what}") for each in found]
+    return findings
 
 
-async def _alarm(transport: Transport) -> list[Finding]:
-    """What keeps a broker that can be reached from taking messages."""
-    if not isinstance(transport, Watchable):
-        return []
-    async with transport.watched() as asked:
-        trouble = await asked()
-    advice = "make room at the broker: rabbitmqctl status names the alarm; relays wait, and no message loses an attempt"
-    return [] if trouble is None else [Finding(Level.ERROR, "broker", trouble, advice)]
+def _rebinding(outbox: Outbox) -> Rebinding:
+    return Rebinding(outbox.settings, lambda event: None, outbox.store)
 
 
 def _versions(outbox: Outbox, examination: Examination | None) -> Finding:
@@ -149,14 +138,14 @@ def _clocks(examination: Examination) -> Finding:
 async def _messages(outbox: Outbox, listeners: Sequence[Listener]) -> list[Finding]:
     store = outbox.store
     fresh = outbox.settings.duration("fresh_dead_letters")
-    recorded = await store.recorded_transport()
-    claimable = await store.claimable()
-    backlog = await store.backlog()
+    recorded = await store.maintenance.recorded_transport()
+    claimable = await store.inspection.claimable()
+    backlog = await store.inspection.backlog()
     lost = await outbox.messages(state="unroutable", limit=1000)
     deaths = await store.dead_letters.deaths(fresh) if fresh else []
     of_others = await outbox.owners.findings(outbox.transport, listeners)
-    if listeners and isinstance(outbox.transport, DatabaseTransport):
-        of_others += await Rebinding(outbox.settings, lambda event: None).findings(outbox.transport, listeners)
+    if listeners and outbox.transport.features.in_store:
+        of_others += await _rebinding(outbox).findings(outbox.transport, listeners)
     patience = max(PATIENCE, 10 * outbox.settings.duration("poll_interval"))
     return [
         _transport(recorded, outbox.transport.name),
@@ -164,7 +153,7 @@ async def _messages(outbox: Outbox, listeners: Sequence[Listener]) -> list[Findi
         *_destinations(backlog),
         _leases(claimable, patience),
         *_overdue(claimable, patience, backlog),
-        *_dead_letters(deaths, fresh, "" if isinstance(outbox.transport, DatabaseTransport) else "of relays"),
+        *dead_letter_findings(deaths, fresh, "" if outbox.transport.features.in_store else "of relays"),
         *_nobody_asks(backlog, lost),
     ]
 
@@ -195,7 +184,7 @@ def _leases(claimable: list[Claimable], patience: timedelta) -> Finding:
     late = [each for each in claimable if each.expired_for is not None and each.expired_for > patience]
     if late:
         since = max(each.expired_for for each in late if each.expired_for is not None)
-        where = ", ".join(_place(each.queue) for each in late)
+        where = ", ".join(place_of(each.queue) for each in late)
         what = f"{sum(each.expired for each in late)} ran out, the first {in_words(since)} ago, and nobody has claimed "
         advice = "whoever held them died or hangs, and nobody else serves the queue: look at its processes"
         return Finding(Level.WARNING, "leases", f"{what}the messages since: {where}", advice)
@@ -210,7 +199,7 @@ def _overdue(claimable: list[Claimable], patience: timedelta, backlog: Backlog) 
     if not late:
         yield Finding(Level.OK, "due messages", f"{sum(each.due for each in claimable)}, none for long")
     for each in late:
-        what = f"{each.due} {_place(each.queue)}, the oldest for {in_words(each.overdue or timedelta(0))}"
+        what = f"{each.due} {place_of(each.queue)}, the oldest for {in_words(each.overdue or timedelta(0))}"
         if each.queue in silent:
             advice = "they go out when it answers; no message loses an attempt, but they may expire"
             yield Finding(Level.WARNING, "due messages", f"{what}: the destination does not answer", advice)
@@ -220,23 +209,6 @@ def _overdue(claimable: list[Claimable], patience: timedelta, backlog: Backlog) 
         else:
             advice = "start a worker for the queue" if each.queue else "start a worker or a relay"
             yield Finding(Level.ERROR, "due messages", f"{what}, and nobody claims them", advice)
-
-
-def _dead_letters(deaths: Sequence[Deaths], within: timedelta, where: str = "") -> Iterator[Finding]:
-    """Those that died lately: a person has to see them, because nothing tries them again."""
-    if not within:
-        yield Finding(Level.OK, "dead letters", "not looked at: fresh_dead_letters is 0")
-    elif not deaths:
-        yield Finding(Level.OK, "dead letters", " ".join(["none", *where.split(), f"in the last {in_words(within)}"]))
-    for queue in dict.fromkeys(each.queue for each in deaths):
-        found = [each for each in deaths if each.queue == queue]
-        reasons = ", ".join(f"{each.count} {each.reason}" for each in found)
-        place = "before they reached a queue" if queue is None else _place(queue)
-        what = f"{sum(each.count for each in found)} {place}, in the last {in_words(within)}: {reasons}"
-        if any(each.reason is None for each in found):
-            what = f"{sum(each.count for each in found)} {place}, too many to read when they died"
-        advice = f"see why, then replay or discard them: outbox dead-letters list --queue {shlex.quote(queue or '')}"
-        yield Finding(Level.ERROR, "dead letters", what, advice)
 
 
 def _nobody_asks(backlog: Backlog, lost: list[StoredMessage]) -> Iterator[Finding]:
@@ -254,7 +226,3 @@ def _nobody_asks(backlog: Backlog, lost: list[StoredMessage]) -> Iterator[Findin
         yield Finding(Level.WARNING, "routing", what, advice)
     if not backlog.unroutable and not unbound:
         yield Finding(Level.OK, "routing", "every message has a queue or waits to be routed")
-
-
-def _place(queue: str | None) -> str:
-    return "not routed or sent yet" if queue is None else f"in the queue {queue!r}"

@@ -5,26 +5,26 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
-from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from sqlalchemy import URL, Engine, NullPool, Pool, StaticPool
-from sqlalchemy.exc import ArgumentError
+from sqlalchemy.exc import ArgumentError, NoSuchModuleError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import Session
 
 from outbox.adapters import async_url, parse_url, store_class, sync_url
 from outbox.core.errors import ConfigurationError, ForkRefused, WrongDatabase, WrongEventLoop
 from outbox.core.forks import never_collect
+from outbox.core.kept_property import kept_property
 from outbox.core.listener import Listener
+from outbox.core.listener_options import is_factory
 from outbox.core.loops import LoopLocal
 from outbox.core.message import Message
 from outbox.core.store import Store
-from outbox.core.strategy import is_factory
 from outbox.settings import Settings
 
-CLOSE_WITHIN = 5.0  # seconds for saying goodbye to a server
+DISPOSE_WITHIN = 5.0  # seconds for closing the connections of an event loop
 
 
 class Engines:
@@ -32,7 +32,7 @@ class Engines:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._loops = LoopLocal(_InLoop, _InLoop.close)
+        self._loops = LoopLocal(_EnginesOfLoop, _EnginesOfLoop.close)
         self._owners: WeakKeyDictionary[Pool, asyncio.AbstractEventLoop] = WeakKeyDictionary()
         self._elsewhere_in_threads: dict[URL, Engine] = {}
         self._stayed_behind = False
@@ -41,7 +41,15 @@ class Engines:
     def configured(self) -> bool:
         return self._settings.db_engine is not None or self._settings.db_engine_url is not None
 
-    @cached_property
+    @property
+    def dialect(self) -> str | None:
+        """The name of the database, for which no engine is made; none if there is no database."""
+        given, url = self._settings.db_engine, self._settings.db_engine_url
+        if given is not None:
+            return given.dialect.name
+        return None if url is None else parse_url(url).get_backend_name()
+
+    @kept_property
     def main(self) -> AsyncEngine | Engine:
         """The engine that was given, or a pattern for those of the event loops, which nothing connects by."""
         given = self._settings.db_engine
@@ -77,7 +85,7 @@ class Engines:
             own.main = _made(engine.url)
         return own.main
 
-    @cached_property
+    @kept_property
     def synchronous(self) -> Engine:
         """An engine for plain functions that ask for a Session."""
         given = self._settings.db_engine
@@ -100,6 +108,11 @@ class Engines:
             return None
         main = self.main
         return main if isinstance(main, AsyncEngine) and main.dialect.name == dialect else None
+
+    def plain_if(self, dialect: str) -> Engine | None:
+        """The plain engine that was given, if it leads to that kind of database."""
+        given = self._settings.db_engine
+        return given if isinstance(given, Engine) and given.dialect.name == dialect else None
 
     def session(self, **options: Any) -> AsyncSession:
         """A session of our own making, safe on SQLite too."""
@@ -176,7 +189,7 @@ class Engines:
     def forked(self) -> None:
         """In a child process: forget what was made here for the parent."""
         never_collect([self._loops, self._elsewhere_in_threads, self.__dict__.pop("synchronous", None)])
-        self._loops, self._elsewhere_in_threads = LoopLocal(_InLoop, _InLoop.close), {}
+        self._loops, self._elsewhere_in_threads = LoopLocal(_EnginesOfLoop, _EnginesOfLoop.close), {}
         main = self.__dict__.get("main")
         if main is None or main is self._settings.db_engine:
             return
@@ -194,7 +207,7 @@ class Engines:
             self._elsewhere_in_threads.popitem()[1].dispose()
 
 
-class _InLoop:
+class _EnginesOfLoop:
     """Engines of ours that one event loop uses."""
 
     def __init__(self) -> None:
@@ -210,7 +223,7 @@ class _InLoop:
         self.elsewhere.clear()
         if made:
             closing = asyncio.gather(*(engine.dispose() for engine in made), return_exceptions=True)
-            await asyncio.wait([closing], timeout=CLOSE_WITHIN)
+            await asyncio.wait([closing], timeout=DISPOSE_WITHIN)
 
 
 def _safe(given: AsyncEngine) -> AsyncEngine:
@@ -220,6 +233,11 @@ def _safe(given: AsyncEngine) -> AsyncEngine:
 def _made(url: URL) -> AsyncEngine:
     try:
         return store_class(url.get_backend_name()).make_engine(url)
+    except NoSuchModuleError:
+        raise ConfigurationError(
+            f"SQLAlchemy has no dialect {url.drivername}: install the package that brings it, or register it in the "
+            "entry point group sqlalchemy.dialects"
+        ) from None
     except ArgumentError:  # its text repeats the URL, which may hold a password
         raise ConfigurationError(f"not a URL that {url.drivername} can use") from None
 
@@ -239,7 +257,7 @@ class ListenerSessions:
         return self._engines.plain_session()
 
     def turn(self) -> AbstractAsyncContextManager[None]:
-        return self.store.turn()
+        return self.store.transactions.turn()
 
 
 class ChosenSessions(ListenerSessions):

@@ -12,9 +12,8 @@ from outbox.core.diagnosis import Finding, Level
 from outbox.core.events import Advised, Observer
 from outbox.core.listener import Listener
 from outbox.core.store import TRANSPORT, Store
-from outbox.core.transport import Naming, Transport
+from outbox.core.transport import Transport
 from outbox.settings import Settings
-from outbox.transports.database import DatabaseTransport
 
 
 class Owners:
@@ -27,29 +26,31 @@ class Owners:
 
     async def record_address(self, table: str, transport: Transport) -> None:
         """Say where a transport leads, and be told if another process said something else."""
-        address = address_of(self._settings.transport, transport)
-        if address is None:
+        addresses = self._addresses(transport)
+        if not addresses:
             return
-        recorded = (await self._store.record_owners({TRANSPORT: address}))[TRANSPORT]
-        if recorded != address:
-            self._observe(Advised(f"the table {table!r}", _two_addresses(recorded, address, transport.name)))
+        for route, recorded in (await self._store.owners.record(addresses)).items():
+            if recorded != addresses[route]:
+                where = f"the route {route!r}" if route else f"the table {table!r}"
+                self._observe(Advised(where, _two_addresses(recorded, addresses[route], transport.name, route)))
 
     async def record_services(self, transport: Transport, listeners: Sequence[Listener]) -> None:
         """The same for the queues of listeners."""
         services = self._services(transport, listeners)
-        for queue, recorded in (await self._store.record_owners(services)).items():
+        for queue, recorded in (await self._store.owners.record(services)).items():
             if recorded != services[queue]:
                 self._observe(Advised(f"the queue {queue!r}", _two_services(queue, recorded, services[queue])))
 
     async def findings(self, transport: Transport, listeners: Sequence[Listener]) -> list[Finding]:
         """What a doctor should know of them. It records nothing."""
-        owners = await self._store.owners()
+        owners = await self._store.owners.all()
         findings: list[Finding] = []
-        address = address_of(self._settings.transport, transport)
-        recorded = owners.get(TRANSPORT, address)
-        if address is not None and recorded is not None and recorded != address:
-            what, advice = _two_addresses(recorded, address, transport.name).split(". ", 1)
-            findings.append(Finding(Level.WARNING, "transport", what, advice))
+        for route, address in self._addresses(transport).items():
+            recorded = owners.get(route, address)
+            if recorded != address:
+                what, advice = _two_addresses(recorded, address, transport.name, route).split(". ", 1)
+                what = f"{route}: {what}" if route else what
+                findings.append(Finding(Level.WARNING, "transport", what, advice))
         for queue, service in self._services(transport, listeners).items():
             recorded = owners.get(queue, service)
             if recorded != service:
@@ -57,12 +58,21 @@ class Owners:
                 findings.append(Finding(Level.WARNING, "queues", f"{queue}: {what}", advice))
         return findings
 
+    def _addresses(self, transport: Transport) -> dict[str, str]:
+        """Where a transport leads, as far as that is known; with routes, by the queue of each."""
+        if transport.routes:
+            found = {route.name: address_of(None, route.transport) for route in transport.routes}
+        else:
+            found = {TRANSPORT: address_of(self._settings.transport, transport)}
+        return {route: address for route, address in found.items() if address is not None}
+
     def _services(self, transport: Transport, listeners: Sequence[Listener]) -> dict[str, str]:
         """Whose each queue is, by the name under which it is shared with others."""
         services: dict[str, str] = {}
         for listener in listeners:
             service = self._settings.service or service_of(listener)
-            shared, brokers = _shared_name(transport, listener), _brokers_name(transport, listener)
+            brokers = transport.queue_name(listener.queue)
+            shared = listener.queue if listener.store_first else brokers
             # Stored first, the rows of two prefixes share one queue of the database, also within one service.
             services[brokers] = service
             if shared != brokers:
@@ -83,20 +93,11 @@ def service_of(listener: Listener) -> str:
     return module.partition(".")[0]
 
 
-def _shared_name(transport: Transport, listener: Listener) -> str:
-    return listener.queue if listener.store_first else _brokers_name(transport, listener)
-
-
-def _brokers_name(transport: Transport, listener: Listener) -> str:
-    if isinstance(transport, DatabaseTransport) or not isinstance(transport, Naming):
-        return listener.queue
-    return transport.queue_name(listener.queue)
-
-
-def _two_addresses(recorded: str, address: str, transport: str) -> str:
+def _two_addresses(recorded: str, address: str, transport: str, route: str) -> str:
+    command = f"queues release {route}" if route else f"tables switch-transport {transport}"
     return (
         f"its messages go to {recorded} elsewhere, and to {address} here: each place gets a part of them. If the "
-        f"address has changed, stop the processes with the old one and run: outbox tables switch-transport {transport}"
+        f"address has changed, stop the processes with the old one and run: outbox {command}"
     )
 
 

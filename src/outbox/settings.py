@@ -2,33 +2,41 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import quote
 
 from sqlalchemy import URL, Engine, make_url
+from sqlalchemy.exc import ArgumentError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from outbox.core.backoff import RestartDelay, check_restart_delay
 from outbox.core.binding import check_name
 from outbox.core.cloudevents import check_source
 from outbox.core.durations import IMMEDIATELY, NEVER, Retention, Seconds, as_delay, as_lifetime, parse_duration
 from outbox.core.errors import ConfigurationError, TimeInvalid
 from outbox.core.events import Observer
 from outbox.core.message import LARGEST_BODY
-from outbox.core.pace import RestartDelay, check_restart_delay
 from outbox.core.retry import RetryDelays, RetryPolicy, as_retry_policy
 from outbox.core.store import DISCARD
 from outbox.core.urls import check_credentials
 from outbox.core.webhooks import Secrets
+from outbox.environment import (
+    by_first_name,
+    durations,
+    json_object,
+    option,
+    read,
+    retention,
+    secrets,
+    truth,
+    whole_number,
+)
 from outbox.stores.tables import LONGEST_SCHEMA, LONGEST_TABLE, check_identifier
-
-PREFIX = "OUTBOX_"
 
 # Two ways to say the same thing: one in code takes the place of the other from the environment or an earlier setup().
 _INSTEAD = {
@@ -39,242 +47,194 @@ _INSTEAD = {
 }
 
 
-def _option(
-    default: Any,
-    doc: str,
-    *,
-    spellings: tuple[str, ...] = (),
-    shown: str | None = None,
-    parse: Callable[[str], Any] | None = None,
-    in_file: bool = False,
-) -> Any:
-    """One option: its default, when to change it, its other names, and how it is read from text or from a file."""
-    about = {"doc": doc, "spellings": spellings, "shown": shown, "parse": parse, "in_file": in_file}
-    return field(default=default, metadata=about)
-
-
-def _numbers(text: str) -> tuple[timedelta, ...]:
-    return tuple(parse_duration(part) for part in text.split(",") if part.strip())
-
-
-def _retention(text: str) -> Retention:
-    return text.upper() if text.upper() in (IMMEDIATELY, NEVER) else parse_duration(text)  # type: ignore[return-value]
-
-
-def _whole(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise ConfigurationError(f"not a whole number: {text!r}") from None
-
-
-def _truth(text: str) -> bool:
-    words = {"true": True, "1": True, "false": False, "0": False}
-    if text.strip().lower() not in words:
-        raise ConfigurationError(f"neither true nor false: {text!r}")
-    return words[text.strip().lower()]
-
-
-def _object(example: str) -> Callable[[str], dict[str, str]]:
-    def parse(text: str) -> dict[str, str]:
-        try:
-            value = json.loads(text)
-        except (ValueError, RecursionError):
-            value = None
-        if not isinstance(value, dict):
-            raise ConfigurationError(f"not a JSON object: write for example {example}")
-        return value
-
-    return parse
-
-
-def _secrets(text: str) -> Secrets:
-    return Secrets(*re.split(r"[\s,]+", text.strip(" ,\t\r\n")))
-
-
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Settings:
     """What `setup()` takes. Each option can also be given as `OUTBOX_…` in the environment, except objects."""
 
-    db_engine: AsyncEngine | Engine | None = _option(
+    db_engine: AsyncEngine | Engine | None = option(
         None, "Your SQLAlchemy engine. It gets no events or settings from us, and we never dispose of it."
     )
-    db_engine_url: str | None = _option(
+    db_engine_url: str | None = option(
         None,
         "Where the database is, instead of an engine: `postgresql+asyncpg://…`, `sqlite+aiosqlite:///orders.db`.",
         parse=str,
     )
-    schema: str | None = _option(
+    schema: str | None = option(
         None, "The schema of the tables; set it if yours do not live in the default one.", parse=str
     )
-    table_name: str = _option(
+    table_name: str = option(
         "outbox_table",
         "The table's name; all other names derive from it. Set it for several outboxes in one database.",
         parse=str,
     )
-    transport: Any = _option(
+    transport: Any = option(
         None,
         "Where messages go: nothing for the database itself, a URL, a Transport, or `async def publish(message)`.",
         spellings=("rabbitmq_url", "rmq_connection_url", "rmq_connection"),
         shown="the database",
         parse=str,
     )
-    routes: Mapping[str, Any] = _option(
+    routes: Mapping[str, Any] = option(
         None,
         'Several destinations instead of one transport: `{"order.*": "https://…", "#": "amqp://…"}`, binding keys with '
         "a URL, a Transport or a function each. Each destination has its own copies, retries and dead letters.",
         shown="none",
-        parse=_object('{"order.*": "https://…"}'),
+        parse=json_object('{"order.*": "https://…"}'),
     )
-    unroutable: Mapping[str, str] = _option(
+    unroutable: Mapping[str, str] = option(
         None,
         'Messages nobody needs: `{"audit.#": "discard"}`. All others wait until a queue is bound to them.',
         shown="none",
-        parse=_object('{"audit.#": "discard"}'),
+        parse=json_object('{"audit.#": "discard"}'),
     )
-    exchange_name: str = _option(
+    exchange_name: str = option(
         "outbox",
         "RabbitMQ's exchange; the names of its other exchanges and of the delay queues begin with it. Set it for "
         "several outboxes in one virtual host.",
         parse=str,
     )
-    queue_prefix: str = _option(
+    queue_prefix: str = option(
         "",
         "What the names of RabbitMQ's queues begin with, before a listener's own `queue`. Set it if several "
         "environments share a virtual host.",
         shown="none",
         parse=str,
     )
-    rabbitmq_management_url: str = _option(
+    rabbitmq_management_url: str = option(
         "",
-        "RabbitMQ's management interface, which lists the queues with dead letters: `http://user:password@host:15672`. "
-        "It is asked directly, without a proxy, and redirects are not followed.",
-        shown="port 15672 of the broker's host, or 15671 with TLS",
+        "RabbitMQ's management interface: `http://user:password@host:15672`. If it is set, `backlog()`, `outbox "
+        "status` and `outbox queues list` count all queues, with what workers hold, and a worker that starts tells of "
+        "all bindings that its listeners do not ask for, or removes them with `rebind_queues`; without it, of those "
+        "that workers of this database have made. It is asked directly, without a proxy, and redirects are not "
+        "followed.",
+        shown="none; `outbox doctor`, `dead-letters` and `queues rebind` try port 15672 of the broker's host, or 15671 "
+        "with TLS",
         parse=str,
     )
-    source: str | None = _option(
+    source: str | None = option(
         None,
         "Who says it: the `source` of CloudEvents over HTTP, a URI or the path of one, such as `/shop`. Set it if "
         "receivers should know you by a name of your own; with another source they take a message for another one.",
         shown="`/`, the database's name, `/`, the table's name",
         parse=str,
     )
-    rebind_queues: bool = _option(
+    rebind_queues: bool = option(
         False,
         "A worker or relay that starts removes the binding keys of its queues or routes that no listener or route of "
         "its own asks for. Set it where all processes of a queue always have the same declaration: the one that "
-        "starts last decides. On RabbitMQ it needs `rabbitmq_management_url`.",
-        parse=_truth,
+        "starts last decides. On RabbitMQ it needs `rabbitmq_management_url`, or a database: then it removes what "
+        "workers of this database have bound.",
+        parse=truth,
     )
-    service: str | None = _option(
+    service: str | None = option(
         None,
         "The name of your service, recorded with each queue that its workers serve. A worker of another service that "
         "serves the same queue says so when it starts: each would get a part of the messages.",
         shown="the top-level package of the listeners",
         parse=str,
     )
-    webhook_secrets: Any = _option(
+    webhook_secrets: Any = option(
         None,
         "Secrets that sign what is sent over HTTP, `whsec_…`: one, or several while they are changed. The variable "
         "has commas between them; `OUTBOX_WEBHOOK_SECRETS_FILE` names a file that holds them instead.",
         shown="none: nothing is signed",
-        parse=_secrets,
+        parse=secrets,
         in_file=True,
     )
-    poll_interval: Seconds = _option(
+    poll_interval: Seconds = option(
         1.0,
         "Longest sleep between two looks at the table. Wake-ups come sooner; lower it where none can.",
         parse=parse_duration,
     )
-    sync_wakeups: bool = _option(
+    sync_wakeups: bool = option(
         True,
         "Whether commits without an event loop wake other processes on PostgreSQL, from a daemon thread and a "
         "connection that the first of them makes. Set it to False where a process may have neither; messages are found "
         "within `poll_interval` then.",
-        parse=_truth,
+        parse=truth,
     )
-    batch_size: int = _option(
+    batch_size: int = option(
         500,
         "Messages that a relay claims at once; fewer where their bodies have more than 8 MiB. Lower it if answers of a "
         "destination take seconds.",
-        parse=_whole,
+        parse=whole_number,
     )
-    prefetch_count: int = _option(
+    prefetch_count: int = option(
         2000,
         "Most messages of one queue in a worker's hands. It takes that many only while it handles them quickly. "
         "Suspected messages that wait at RabbitMQ come on top.",
-        parse=_whole,
+        parse=whole_number,
     )
-    lease: Seconds = _option(
+    lease: Seconds = option(
         60.0,
         "How long a claim holds without a sign of life. It is renewed at a third: it bounds how late a dead worker's "
         "messages come back, not how long a listener may run.",
         parse=parse_duration,
     )
-    grace: Seconds = _option(30.0, "How long running listeners may go on after SIGTERM.", parse=parse_duration)
-    retry_delays: RetryDelays = _option(
+    grace: Seconds = option(30.0, "How long running listeners may go on after SIGTERM.", parse=parse_duration)
+    retry_delays: RetryDelays = option(
         (1, 10, 60, 300),
         "Delays between a listener's attempts: a sequence, a RetryPolicy, or a function. `()` means no retries.",
-        parse=_numbers,
+        parse=durations,
     )
-    relay_retry_delays: RetryDelays = _option(
+    relay_retry_delays: RetryDelays = option(
         None,
         "Delays between a relay's attempts at a message that the destination refused.",
         shown="exponential from 1 s to 5 min, with jitter, without end",
-        parse=_numbers,
+        parse=durations,
     )
-    restart_delay: RestartDelay | None = _option(
+    restart_delay: RestartDelay | None = option(
         None,
         "Pause of a relay or worker after an error of its database or broker: a duration, or a function of how many "
         "came in a row and of the last one.",
         shown="from 0.2 s, doubling up to 10 s or, for a relay, 30 s; over HTTP from 1 s to 7.5 s",
         parse=parse_duration,
     )
-    expiration: Seconds | None = _option(
+    expiration: Seconds | None = option(
         None,
         "How long messages are worth delivering, from when they are due. Past it they are dead letters.",
         parse=parse_duration,
     )
-    clean_up_after: Retention = _option(
+    clean_up_after: Retention = option(
         IMMEDIATELY,
         "How long done messages are kept: `IMMEDIATELY`, `NEVER`, or a timedelta. Keep them to see a message's walk.",
-        parse=_retention,
+        parse=retention,
     )
-    inbox_retention: Retention = _option(
+    inbox_retention: Retention = option(
         timedelta(days=30),
         "How long handled message ids are remembered. A message that is older is a dead letter, not handled again.",
         shown="30 days",
-        parse=_retention,
+        parse=retention,
     )
-    fresh_dead_letters: Seconds = _option(
+    fresh_dead_letters: Seconds = option(
         3600.0,
         "`outbox doctor` reports dead letters that are younger, as an error. Set it to the time in which a person "
         "looks at its result; 0 reports none.",
         shown="1 h",
         parse=parse_duration,
     )
-    max_body_size: int = _option(LARGEST_BODY, "Largest body in bytes.", shown="1 MiB", parse=_whole)
-    redact_error: Callable[[str], str] | None = _option(
+    max_body_size: int = option(LARGEST_BODY, "Largest body in bytes.", shown="1 MiB", parse=whole_number)
+    redact_error: Callable[[str], str] | None = option(
         None, "Called with each error text before it is stored; returns what may be kept of it."
     )
-    observers: Sequence[Observer] = _option(
+    observers: Sequence[Observer] = option(
         None, "Functions that are called with every event, beside the log: for metrics and traces.", shown="none"
     )
-    log: bool = _option(
+    log: bool = option(
         True,
         "Whether events are logged under the name `outbox`. Switch it off if observers of yours do all of it.",
-        parse=_truth,
+        parse=truth,
     )
 
     @classmethod
     def of(cls, given: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> Self:
         """Settings from arguments, then from the environment, then the defaults."""
-        values = _by_option(given)
+        values = by_first_name(cls, given)
         said = frozenset(values)
-        for option in fields(cls):
-            if values.get(option.name) is None:
-                values.pop(option.name, None)
-                _read(option, environment, values)
+        for each in fields(cls):
+            if values.get(each.name) is None:
+                values.pop(each.name, None)
+                read(each, environment, values)
         for one, other in _INSTEAD.items():
             if one in said and other not in said:
                 values.pop(other, None)
@@ -339,7 +299,10 @@ class Settings:
     @property
     def usual_source(self) -> str:
         """What all processes that share the table have in common, as the source of CloudEvents."""
-        url = self.db_engine.url if self.db_engine is not None else make_url(self.db_engine_url or "sqlite://")
+        try:
+            url = self.db_engine.url if self.db_engine is not None else make_url(self.db_engine_url or "sqlite://")
+        except (ArgumentError, ValueError):
+            return "/outbox"  # what is no URL is refused where the database is used, without showing it
         table = self.table_name if self.schema is None else f"{self.schema}.{self.table_name}"
         return f"/{quote(Path(url.database or 'memory').name)}/{quote(table)}"
 
@@ -397,9 +360,11 @@ class Settings:
         if not isinstance(self.rebind_queues, bool):
             raise ConfigurationError(f"rebind_queues={self.rebind_queues!r}: True or False")
         at_rabbitmq = isinstance(self.transport, str) and self.transport.startswith(("amqp:", "amqps:"))
-        if self.rebind_queues and at_rabbitmq and not self.rabbitmq_management_url:
+        has_database = self.db_engine is not None or self.db_engine_url is not None
+        if self.rebind_queues and at_rabbitmq and not (self.rabbitmq_management_url or has_database):
             raise ConfigurationError(
-                "rebind_queues=True needs rabbitmq_management_url: AMQP does not tell what a queue is bound to"
+                "rebind_queues=True needs rabbitmq_management_url, or a database in which workers record what they "
+                "bind: AMQP does not tell what a queue is bound to"
             )
 
     def _check_credentials(self) -> None:
@@ -415,53 +380,5 @@ class Settings:
 
 def on_top(earlier: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Options of an earlier `setup()` with those of a later one, all under their first names."""
-    later = _by_option(given)
+    later = by_first_name(Settings, given)
     return {name: value for name, value in earlier.items() if _INSTEAD.get(name) not in later} | later
-
-
-def _by_option(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments under their options' first names; the same thing said twice in different ways is refused."""
-    names = {name: option.name for option in fields(Settings) for name in _names(option)}
-    values: dict[str, Any] = {}
-    said_as: dict[str, str] = {}
-    for name, value in given.items():
-        if name not in names:
-            raise ConfigurationError(f"no option is called {name!r}; there are {', '.join(sorted(names))}")
-        option = names[name]
-        if value is None:
-            continue
-        if option in values and values[option] != value:
-            raise ConfigurationError(f"{said_as[option]} and {name} are the same option with different values")
-        values[option], said_as[option] = value, name
-    return values
-
-
-def _read(option: Any, environment: Mapping[str, str], values: dict[str, Any]) -> None:
-    parse = option.metadata["parse"]
-    found = {PREFIX + name.upper(): environment.get(PREFIX + name.upper()) for name in _names(option)}
-    texts = {name: text for name, text in found.items() if text}
-    if option.metadata["in_file"]:
-        texts |= _read_file(f"{PREFIX}{option.name.upper()}_FILE", environment)
-    if parse is None or not texts:
-        return
-    if len(set(texts.values())) > 1:
-        raise ConfigurationError(f"{' and '.join(texts)} are the same option with different values")
-    name, text = next(iter(texts.items()))
-    try:
-        values[option.name] = parse(text)
-    except (ConfigurationError, TimeInvalid) as error:
-        raise ConfigurationError(f"{name}: {error}") from None
-
-
-def _read_file(name: str, environment: Mapping[str, str]) -> dict[str, str]:
-    path = environment.get(name)
-    if not path:
-        return {}
-    try:
-        return {name: Path(path).read_text()}
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"{name}: the file cannot be read: {type(error).__name__}") from None
-
-
-def _names(option: Any) -> tuple[str, ...]:
-    return (option.name, *option.metadata["spellings"])

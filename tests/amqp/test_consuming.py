@@ -14,9 +14,11 @@ from pamqp.commands import Basic, Channel, Exchange, Queue
 from outbox import Listener, Message
 from outbox.core.attempt import Dead, Done, Reason, Released, RetryIn
 from outbox.core.errors import TransportUnavailable
-from outbox.core.landing import Landing
+from outbox.core.events import Event, Troubled
 from outbox.core.message import LARGEST_BODY
-from outbox.core.transport import Delivery, Transport
+from outbox.core.outage import TRANSPORT
+from outbox.core.settlement import Settlement
+from outbox.core.transport import Defaults, Delivery, Transport
 from outbox.transports.rabbitmq import acknowledging
 from tests.amqp.peer import LONG, Consuming, Peer, Published
 from tests.amqp.transports import connected
@@ -125,7 +127,7 @@ async def confirm(published: Published) -> Published:
     return published
 
 
-async def landed(landing: Landing) -> bool:
+async def landed(landing: Settlement) -> bool:
     async with asyncio.timeout(LONG):
         return await landing
 
@@ -175,7 +177,7 @@ async def test_one_slow_delivery_does_not_keep_the_prefetch_of_the_others(
     peer: Peer, taking: Taking, consumer: Consuming, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The broker sends nothing in the place of what is not acknowledged."""
-    monkeypatch.setattr(acknowledging, "PATIENCE", 10 * LONG)
+    monkeypatch.setattr(acknowledging, "OPEN_DELIVERY_WAIT", 10 * LONG)
     tags = [consumer.deliver() for _ in range(16)]
     ledger = Ledger(peer, *tags)
     slow, first, *others = await taking.take_several(16)
@@ -487,6 +489,49 @@ async def test_a_consumer_whose_channel_is_closed_consumes_again(
     tag = second.deliver()
     (await taking.take()).settle(Done())
     await Ledger(peer, tag).until_acked(tag)
+
+
+@pytest.mark.parametrize("how", ["cancelled", "refused", "rejected copy", "cut"])
+async def test_what_the_broker_refuses_one_queue_is_told_apart_from_its_outage(
+    peer: Peer, by_hand: bool, how: str
+) -> None:
+    heard: list[Event] = []
+    troubled = asyncio.Event()
+
+    def observe(event: Event) -> None:
+        if isinstance(event, Troubled) and event.where in ("consumer of orders", "copies for orders"):
+            heard.append(event)
+            troubled.set()
+
+    async with connected(peer.url, by_hand, defaults=Defaults(observe=observe)) as transport:
+        await transport.declare([LISTENER])
+        taking = Taking(transport)
+        taking.begin()
+        consumer = await peer.consuming()
+        match how:
+            case "cancelled":
+                consumer.cancel()
+            case "refused":
+                consumer.channel.close(403, "ACCESS_REFUSED - read access to queue 'orders' refused")
+            case "cut":
+                consumer.channel.connection.reset()
+            case _:
+                consumer.deliver()
+                (await taking.take()).settle(TEN_SECONDS)
+                rejected = await peer.published()
+                rejected.channel.nack(rejected.tag)
+        async with asyncio.timeout(LONG):
+            await troubled.wait()
+            if how == "rejected copy":
+                await confirm(await peer.published())
+            else:
+                await again(peer, taking)
+        await taking.close()
+    assert {(event.where, event.outage_of) for event in heard if isinstance(event, Troubled)} == {
+        ("copies for orders", "copies for orders")
+        if how == "rejected copy"
+        else ("consumer of orders", TRANSPORT if how == "cut" else "consumer of orders")
+    }
 
 
 async def test_a_queue_that_is_gone_is_made_again(peer: Peer, taking: Taking, consumer: Consuming) -> None:

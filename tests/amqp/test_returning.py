@@ -14,7 +14,7 @@ from outbox import Outbox
 from outbox.core.errors import TransportClosed
 from outbox.core.events import Relayed, Troubled
 from outbox.outbound import relay as relay_module
-from outbox.transports.rabbitmq import RabbitmqTransport, frames, plain
+from outbox.transports.rabbitmq import RabbitmqTransport, aiormq_channel, frames
 from tests.amqp.peer import Peer
 from tests.seeds.observing import PATIENCE, Recorder, Statements, eventually
 
@@ -26,7 +26,7 @@ PAUSE = 0.02  # seconds: a relay that would claim again does so many times in th
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("SHORTEST_TROUBLE", "LONGEST_TROUBLE"):
         monkeypatch.setattr(relay_module, name, PAUSE)
-    for module in (frames, plain):
+    for module in (frames, aiormq_channel):
         monkeypatch.setattr(module, "ANSWER_WITHIN", 1.0)
 
 
@@ -117,7 +117,7 @@ async def _is_troubled(outbox: Outbox, recorder: Recorder) -> bool:
 
 
 async def _nothing_leased(outbox: Outbox) -> bool:
-    return not (await outbox.backlog()).leased
+    return not (await outbox.store.inspection.backlog()).leased
 
 
 async def _nothing_waits(outbox: Outbox) -> bool:

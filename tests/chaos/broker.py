@@ -12,9 +12,9 @@ import aiormq
 from aiormq.abc import AbstractChannel
 
 from outbox.core.message import Message
-from outbox.testing.programs import ServerFailed
 from outbox.testing.servers import RabbitMQ
-from outbox.transports.rabbitmq.properties import Envelope
+from outbox.testing.servers.programs import ServerFailed
+from outbox.transports.rabbitmq.envelope import Envelope
 from tests.chaos.evidence import Buried
 from tests.chaos.history import Emitted
 from tests.chaos.proxy import Link, Proxy

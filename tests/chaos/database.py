@@ -16,8 +16,8 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from outbox import Outbox
 from outbox.core.cloudevents import SOURCE
-from outbox.testing.programs import account
 from outbox.testing.servers import PostgreSQL
+from outbox.testing.servers.programs import account
 from tests.chaos import tables
 from tests.chaos.disk import Disk
 from tests.chaos.evidence import Balance, Buried, Change, Effect, FinalTables

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Self
 
-from outbox.testing.programs import account
+from outbox.testing.servers.programs import account
 
 _CHUNK = 1024 * 1024
 
@@ -52,20 +52,18 @@ class Disk:
 
     def fill(self) -> int:
         """Take every byte that is left; how many there were."""
-        taken = 0
+        taken, part = 0, _CHUNK
         with self._ballast.open("wb", buffering=0) as ballast:
-            try:
-                while True:
-                    os.posix_fallocate(ballast.fileno(), taken, _CHUNK)
-                    taken += _CHUNK
-            except OSError as error:
-                if error.errno != errno.ENOSPC:
-                    raise
-            with_the_rest = os.statvfs(self.folder)
-            rest = with_the_rest.f_bavail * with_the_rest.f_frsize
-            if rest:
-                os.posix_fallocate(ballast.fileno(), taken, rest)
-        return taken + rest
+            while part:
+                try:
+                    os.posix_fallocate(ballast.fileno(), taken, part)
+                    taken += part
+                except OSError as error:
+                    if error.errno != errno.ENOSPC:
+                        raise
+                    left = os.statvfs(self.folder)  # the database, too, may have taken some meanwhile
+                    part = min(part // 2, left.f_bavail * left.f_frsize)
+        return taken
 
     def free(self) -> None:
         """Give them back."""

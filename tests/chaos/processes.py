@@ -207,10 +207,13 @@ class Crew:
         return all(member.is_at_work for member in self.members)
 
     async def tend(self) -> None:
-        """Look after everybody, for ever."""
+        """Look after everybody, for ever. Producers begin when all queues are bound that their messages go to."""
+        bound = False
         while True:
+            bound = bound or all(member.is_at_work for member in self.members if member.role != PRODUCER)
             for member in self.members:
-                member.tend()
+                if bound or member.role != PRODUCER:
+                    member.tend()
             await asyncio.sleep(LOOK_EVERY)
 
     async def retire(self, *roles: str) -> None:

@@ -42,10 +42,10 @@ class TestPooledStores(StoreContract):
         self, engine: AsyncEngine, store: Store, make_store: MakeStore
     ) -> None:
         """Nobody can be woken through a pooler: the next look finds the work."""
-        waiting = asyncio.create_task(store.wait(0.5))
+        waiting = asyncio.create_task(store.feed.wait(0.5))
         other = make_store()
         await emit(engine, other, message())
-        other.announce(None)
+        other.queues.announce(None)
         async with asyncio.timeout(SOON):
             await waiting
         assert await claimed(store, destination=None)

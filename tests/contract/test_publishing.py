@@ -90,5 +90,5 @@ class FunctionDestination:
 class TestFunctionTransport(PublishingContract):
     @pytest.fixture
     async def destination(self, monkeypatch: pytest.MonkeyPatch) -> FunctionDestination:
-        monkeypatch.setattr(function, "WITHIN", 0.5)
+        monkeypatch.setattr(function, "CALLED_WITHIN", 0.5)
         return FunctionDestination()

@@ -29,9 +29,14 @@ def test_the_transport_of_its_page_is_found_by_its_url(project: Path) -> None:
     assert (outbox.transport.name, outbox.transport.root) == ("folder", project / "spool")  # type: ignore[attr-defined]
 
 
-def test_the_store_of_its_page_is_found_by_its_dialect(project: Path) -> None:
+async def test_the_store_of_its_page_is_found_by_its_dialect(project: Path) -> None:
     install(STORE, project)
     assert store_class("notebook").async_drivers == ("aiosqlite",)
+    outbox = Outbox(db_engine_url=f"notebook+aiosqlite:///{project}/shop.db")
+    async with outbox.transaction() as session:
+        await outbox.emit(session, "order.created", {"id": 1})
+    assert (await outbox.backlog()).waiting == 1
+    await outbox.close()
 
 
 @pytest.mark.parametrize("page", [TRANSPORT, STORE], ids=["transport", "store"])
@@ -47,7 +52,7 @@ def install(page: Page, folder: Path) -> None:
     for block in page.blocks:
         if block.file_name is not None:
             (folder / block.file_name).write_text(block.text)
-    [shown] = [block.text for block in page.blocks if block.text.startswith("[project.entry-points")]
+    [shown] = [block.text for block in page.blocks if "[project.entry-points" in block.text]
     groups: dict[str, dict[str, str]] = tomllib.loads(shown)["project"]["entry-points"]
     about = folder / "page-1.0.dist-info"
     about.mkdir()

@@ -14,7 +14,7 @@ from .pages import ROOT, Page
 PAGE = Page(ROOT / "docs/guarantees.md")
 CONTRACTS = {
     "StoreContract": sorted((ROOT / "src/outbox/testing/store").glob("*.py")),
-    "TransportContract": [ROOT / "src/outbox/testing/transport_contract.py"],
+    "TransportContract": sorted((ROOT / "src/outbox/testing/transport").glob("*.py")),
     "PublishingContract": [ROOT / "src/outbox/testing/publishing_contract.py"],
 }
 

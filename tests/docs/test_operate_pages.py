@@ -13,7 +13,8 @@ from outbox.cli.status import Rates
 from outbox.core.durations import parse_duration
 from outbox.core.retry import MOST_KNOWN
 from outbox.core.store import Backlog, QueueBacklog
-from outbox.stores import postgresql_examination, sqlite_examination
+from outbox.stores.postgresql import examination as postgresql_examination
+from outbox.stores.sqlite import examination as sqlite_examination
 from outbox.transports.rabbitmq.provisioning import permissions
 from outbox.transports.rabbitmq.topology import STEPS, Names, Topology
 

@@ -11,9 +11,9 @@ from typing import Any
 from pamqp import commands, encode, frame
 from yarl import URL
 
-from outbox.transports.rabbitmq.channels import Lost
-from outbox.transports.rabbitmq.confirms import Answer, Outgoing
-from outbox.transports.rabbitmq.frames import FrameChannel, FrameWire
+from outbox.transports.rabbitmq.channel import Lost
+from outbox.transports.rabbitmq.confirms import BrokerAnswer, Outgoing
+from outbox.transports.rabbitmq.frames import FrameChannel, FrameConnection
 from outbox.transports.rabbitmq.tables import PROPERTIES
 
 LONG = 60.0  # seconds after which a broker that does not answer is lost
@@ -55,7 +55,7 @@ class Stranger:
 
     def __init__(self, url: str) -> None:
         self._url = URL(url)
-        self._wire: FrameWire | None = None
+        self._wire: FrameConnection | None = None
         self._channel: FrameChannel | None = None
 
     async def publish(self, exchange: str, routing_key: str | bytes, data: bytes, body: bytes) -> bool:
@@ -70,10 +70,10 @@ class Stranger:
             [answer] = await channel.publish([Outgoing(exchange, key, data, body, "")], LONG)
         except Lost:
             return False
-        return answer is Answer.CONFIRMED
+        return answer is BrokerAnswer.CONFIRMED
 
     async def publish_all(self, batch: Sequence[Outgoing]) -> None:
-        assert set(await (await self._ready()).publish(batch, LONG)) == {Answer.CONFIRMED}
+        assert set(await (await self._ready()).publish(batch, LONG)) == {BrokerAnswer.CONFIRMED}
 
     async def close(self) -> None:
         if self._wire is not None:
@@ -81,7 +81,7 @@ class Stranger:
 
     async def _ready(self) -> FrameChannel:
         if self._wire is None or self._wire.ended.done():
-            self._wire = await FrameWire.connect(self._url, "a stranger")
+            self._wire = await FrameConnection.connect(self._url, "a stranger")
         if self._channel is None or self._channel.ended.done():
             self._channel = await self._wire.channel()
         return self._channel

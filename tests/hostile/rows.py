@@ -10,7 +10,7 @@ UNDECODABLE, EXPIRED, REFUSED = "undecodable", "expired", "refused"  # dead lett
 SENT = "sent"  # sent or handled, like any other
 WAITS = "waits"  # it is not due yet, and never will be
 
-SETUPS = ("worker", "function", "http", "rabbitmq", "sqlite")
+SETUPS = ("worker", "function", "http", "http-binary", "rabbitmq", "sqlite")
 
 DEEP = 20_000
 LONG = "é" * 255  # fits into its column, and has 510 bytes
@@ -50,10 +50,12 @@ HEADERS = {
     "headers: no JSON": Kind({"headers": "x"}),
     "headers: cut off": Kind({"headers": '{"a": "b'}),
     "headers: a number as value": Kind({"headers": '{"a": 5}'}),
+    "headers: half a character": Kind({"headers": r'{"a": "\ud800"}'}),
+    "headers: half a character in a name": Kind({"headers": r'{"\ud800": "a"}'}),
     "headers: a list as value": Kind({"headers": '{"a": ["b"]}'}),
     "headers: nested lists": Kind({"headers": "[" * DEEP + "]" * DEEP}),
     "headers: nested objects": Kind({"headers": '{"a":' * DEEP + "1" + "}" * DEEP}),
-    "headers: large": Kind({"headers": '{"a": "' + "x" * 200_000 + '"}'}, SENT, _AMQP_REFUSES),
+    "headers: large": Kind({"headers": '{"a": "' + "x" * 200_000 + '"}'}),
     "headers: a broker's own": Kind({"headers": '{"CC": "elsewhere"}'}, SENT, _AMQP_REFUSES),
     "headers: a line break": Kind({"headers": r'{"a": "b\r\nc: d"}'}, SENT),
 }
@@ -64,6 +66,9 @@ TRACKING_IDS = {
     "tracking ids: an object": Kind({"tracking_ids": '{"a": 1}'}),
     "tracking ids: numbers": Kind({"tracking_ids": "[1]"}),
     "tracking ids: no JSON": Kind({"tracking_ids": "x"}),
+    "tracking ids: half a character": Kind({"tracking_ids": r'["\ud800"]'}),
+    "tracking ids: a line break": Kind({"tracking_ids": r'["a\nb"]'}, SENT),
+    "tracking ids: a megabyte": Kind({"tracking_ids": '["' + "x" * 1_000_000 + '"]'}),
     "tracking ids: nested lists": Kind({"tracking_ids": "[" * DEEP + "]" * DEEP}),
 }
 
@@ -88,6 +93,7 @@ TIMES = {
     "routed_at: infinity": Kind({"routed_at": "infinity"}, SENT),
 }
 
+_BINARY_REFUSES = {"http-binary": REFUSED}  # there it is a header of its request
 TEXTS = {
     "routing key: 510 bytes": Kind({"routing_key": LONG}),
     "routing key: empty": Kind({"routing_key": ""}, SENT),
@@ -95,7 +101,9 @@ TEXTS = {
     "message id: 510 bytes": Kind({"message_id": LONG}),
     "message id: empty": Kind({"message_id": ""}, SENT),
     "key: 510 bytes": Kind({"key": LONG}, SENT, {"rabbitmq": UNDECODABLE}),  # by its worker
-    "content type: 510 bytes": Kind({"content_type": LONG}, SENT, _AMQP_REFUSES),
+    "content type: 510 bytes": Kind({"content_type": LONG}, SENT, _AMQP_REFUSES | _BINARY_REFUSES),
+    "content type: é": Kind({"content_type": "text/kräftig"}, SENT, _BINARY_REFUSES),
+    "content type: a line break": Kind({"content_type": "text/plain\r\nx: y"}, SENT, _BINARY_REFUSES),
     "content type: empty": Kind({"content_type": ""}, SENT),
     "history: long": Kind({"history": "x" * 100_000}, SENT),
 }
@@ -115,6 +123,9 @@ UNTYPED = {
     "body: a number": Kind({"body": 2**40}),
     "routing key: bytes": Kind({"routing_key": b"bad"}),
     "message id: bytes": Kind({"message_id": b"bad"}),
+    "destination: bytes": Kind({"destination": b"same"}, WAITS),
+    "timer id: bytes": Kind({"timer_id": b"bad"}, SENT),
+    "history: bytes": Kind({"history": b"bad"}, SENT),
     "lease token: any text": Kind({"lease_token": "mine", "lease_until": "2026-01-01 00:00:00"}, SENT),
     "attempts: a text": Kind({"attempts": "many"}, SENT),
     "created_at: a number": Kind({"created_at": 5}),

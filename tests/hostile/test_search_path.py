@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import psycopg
 import pytest
@@ -18,7 +19,7 @@ from outbox import Message, Outbox, Reject, listen
 from outbox.core.attempt import Reason, Released, RetryIn
 from outbox.core.binding import Binding
 from outbox.core.diagnosis import Level
-from outbox.core.store import Seal, Suspected, Wanted
+from outbox.core.store import Seal, Selection, Suspected, Wanted
 from tests.walk.commands import Command, until
 
 # Each fits the arguments of one of our calls better than PostgreSQL's own function does.
@@ -31,6 +32,8 @@ FUNCTIONS = {
     "date_part": "(varchar, timestamptz) RETURNS double precision",
     "concat": "(name, varchar, bigint) RETURNS text",
     "pg_has_role": "(name, name, name) RETURNS boolean",
+    "format": "(text, name) RETURNS text",
+    "setval": "(text, bigint, boolean) RETURNS bigint",
 }
 
 
@@ -162,36 +165,60 @@ async def test_operators_that_fit_better_are_not_called_by_an_operators_question
     async with outbox.transaction() as session:
         await outbox.emit_many(session, "order.created", [{"id": number} for number in range(3)])
         await outbox.emit(session, "order.brief", {}, expiration=0.001)
-    await store.record_transport("database")
-    await store.record_transport("database", switch=True)
-    assert await store.record_owners({"billing": "shop", "": "here"})
-    assert await store.owners() and await store.release("billing") == "shop"
-    assert await store.recorded_transport() == "database"
+    await store.maintenance.record_transport("database")
+    await store.maintenance.record_transport("database", switch=True)
+    assert await store.owners.record({"billing": "shop", "": "here"})
+    assert await store.owners.all() and await store.owners.release("billing") == "shop"
+    assert await store.maintenance.recorded_transport() == "database"
     for destination in (None, "billing"):
-        assert await store.open_circuit(destination, timedelta(0), "away", refusing=True)
-        probe = await until(lambda: store.probe_circuit(destination, soon))  # noqa: B023
-        assert await store.open_circuit(destination, timedelta(0), "away", probe=probe)
-        assert await store.circuits() and await store.close_circuit(destination)
-    await store.bind([Binding("billing", "order.*"), Binding("audit", "order.*")])
+        assert await store.circuits.open(destination, timedelta(0), "away", refusing=True)
+        probe = await until(lambda: store.circuits.probe(destination, soon))  # noqa: B023
+        assert await store.circuits.open(destination, timedelta(0), "away", probe=probe)
+        assert await store.circuits.all() and await store.circuits.close(destination)
+    await store.queues.bind([Binding("billing", "order.*"), Binding("audit", "order.*")])
     for _ in range(2):
-        await store.route(10, {}, {"billing": Wanted(2, soon)})
-    await until(lambda: store.expire(10))
+        await store.queues.route(10, {}, {"billing": Wanted(2, soon)})
+    await until(lambda: store.maintenance.expire(10))
     for suspected in Suspected:
-        async with store.claim(10, lease=soon, destination="audit", suspected=suspected, isolated_at=1) as claim:
+        async with store.feed.claim(
+            Selection(limit=10, lease=soon, destination="audit", suspected=suspected, isolated_at=1)
+        ) as claim:
             for attempt in claim.attempts:
                 await claim.settle({attempt.id: Released(soon) if attempt.isolated else RetryIn(soon, "later")})
     messages = await outbox.messages(queue="billing", state="delivered")
     for state in ("waiting", "unroutable", "retrying", "sent"):
         await outbox.messages(state=state)
     assert await outbox.find(messages[0].message.id)
-    assert (await outbox.backlog()).queues and await store.claimable()
-    assert [found.level for found in (await store.examine()).findings if found.subject == "producers"] == [Level.OK]
+    assert (await outbox.backlog()).queues and await store.inspection.claimable()
+    assert [found.level for found in (await store.inspection.examine()).findings if found.subject == "producers"] == [
+        Level.OK
+    ]
     await outbox_entries(outbox)
-    await store.purge(timedelta(0), 10)
-    await store.purge_inbox(timedelta(0), 10)
+    await store.maintenance.purge(timedelta(0), 10)
+    await store.inbox.purge(timedelta(0), 10)
     assert await outbox.check_tables() == []
     assert await outbox.unbind("audit") == 1
     assert await outbox.dead_letters.discard([letter.id for letter in await outbox.dead_letters.list()])
+    assert calls(open_database) == {}
+
+
+async def test_what_is_printed_for_a_superuser_to_run_calls_nothing_of_a_strangers(
+    open_database: str, table_name: str, tmp_path: Path
+) -> None:
+    command = Command(tmp_path, {"OUTBOX_DB_ENGINE_URL": open_database, "OUTBOX_TABLE_NAME": table_name})
+    assert (await command.run("tables", "create")).code == 0
+    roles = (await command.run("tables", "sql", "--roles", "--role-prefix", table_name)).stdout
+    with psycopg.connect(open_database, autocommit=True) as connection:
+        connection.execute(f"ALTER TABLE {table_name} ALTER id DROP IDENTITY".encode())
+        checked = await command.run("tables", "check", "--json")
+        for difference in checked.document["differences"]:
+            connection.execute(difference["mend"].encode())
+        assert (await command.run("tables", "check")).code == 0
+        try:
+            connection.execute(roles.replace("REVOKE CREATE ON SCHEMA public FROM PUBLIC;", "").encode())
+        finally:
+            for kind in ("producer", "relay", "worker", "operator"):
+                connection.execute(f"DROP OWNED BY {table_name}_{kind}; DROP ROLE {table_name}_{kind}".encode())
     assert calls(open_database) == {}
 
 
@@ -220,13 +247,13 @@ async def test_an_index_serves_what_is_compared_as_text(postgresql_url: str, tab
             plans.append("\n".join(row[0] for row in cursor.fetchall()))
 
     def recall(connection: Connection) -> None:
-        store.forget(connection, "q1", ["1"])
+        store.inbox.forget(connection, "q1", ["1"])
 
-    engines = [(await store._own()).statements.sync_engine, outbox.engines.asynchronous.sync_engine]
+    engines = [(await store.runner.own()).statements.sync_engine, outbox.engines.asynchronous.sync_engine]
     for engine in engines:
         event.listen(engine, "before_cursor_execute", explain)
     try:
-        async with outbox.store.claim(10, lease=timedelta(seconds=1)):
+        async with outbox.store.feed.claim(Selection(limit=10, lease=timedelta(seconds=1))):
             await outbox.dead_letters.list(queue="q1")
         async with outbox.transaction() as session:
             assert await outbox.cancel_timer(session, "timer5000")
@@ -249,18 +276,18 @@ async def outbox_entries(outbox: Outbox) -> None:
     def enter(session: Session) -> None:
         connection = session.connection()
         for also in (None, "before"):
-            store.write(connection, *store.remember("billing", f"one {also}", also=also))
-            assert store.remember_all(connection, "billing", ["many"], also=also) == (
+            store.writing.write(connection, *store.inbox.remember("billing", f"one {also}", also=also))
+            assert store.inbox.remember_all(connection, "billing", ["many"], also=also) == (
                 {"many"} if also is None else set()
             )
-        store.forget(connection, "billing", ["many"])
+        store.inbox.forget(connection, "billing", ["many"])
 
     async with outbox.transaction() as session:
         await session.run_sync(enter)
     message = Message(routing_key="order.created", body=b"{}")
     seal = Seal(marks=("mark",), reading="binary")
-    assert (await store.receive("billing", [message], also="before")).stored
-    assert (await store.receive("audit", [message], seals=[seal])).stored
+    assert (await store.queues.receive("billing", [message], also="before")).stored
+    assert (await store.queues.receive("audit", [message], seals=[seal])).stored
 
 
 async def test_doctor_says_that_every_role_may_create_there(open_database: str, tmp_path: Path) -> None:
@@ -275,3 +302,15 @@ async def test_doctor_says_that_every_role_may_create_there(open_database: str, 
     with psycopg.connect(open_database, autocommit=True) as connection:
         connection.execute("REVOKE CREATE ON SCHEMA public FROM PUBLIC")
     assert "ok       search path: " in (await command.run("doctor")).stdout
+
+
+@pytest.mark.parametrize(("path", "warned"), [("public,pg_catalog", True), ("public", False)])
+async def test_doctor_says_that_pg_catalog_is_not_the_first(
+    postgresql_url: str, table_name: str, path: str, warned: bool
+) -> None:
+    options = quote(f"-c search_path={path}")
+    url = f"{postgresql_url.replace('postgresql:', 'postgresql+psycopg:')}?options={options}"
+    command = Command(Path(), {"OUTBOX_DB_ENGINE_URL": url, "OUTBOX_TABLE_NAME": table_name})
+    assert (await command.run("tables", "create")).code == 0
+    said = (await command.run("doctor")).stdout
+    assert ("search path: public, pg_catalog: pg_catalog is not the first" in said) is warned

@@ -4,29 +4,41 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gc
 import json
 import logging
 import os
+import sqlite3
 import stat
+import time
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from hashlib import sha256
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
 import pytest
+from sqlalchemy import select
 
-from outbox import ConfigurationError, Message, Outbox
+from outbox import ConfigurationError, Listener, Message, Outbox
+from outbox.cli import logs, serving
 from outbox.cli.exits import ExitCode
 from outbox.core.transport import Defaults
-from outbox.testing.ladder import DOWNLOADS, Absent, from_debian
+from outbox.core.webhooks import Secrets, sign
+from outbox.shutdown import Shutdown
+from outbox.testing.servers.ladder import DOWNLOADS, Absent, from_debian
+from outbox.transports.http import HttpTransport
 from outbox.transports.rabbitmq.management import ManagementAway, see
+from outbox.transports.rabbitmq.options import RabbitmqOptions
 from tests.walk.commands import Command
+from tests.walk.sending import serving as serving_app
 
 CANARY = "canary-7hX2"
 SIGNING = base64.b64encode(CANARY.ljust(32, "x").encode()).decode()
+PATH_TOKEN = f"T0K3N{CANARY}"
 NOWHERE = "127.0.0.1:1"
 
 # What is set, and how. Each is wrong in some way or leads nowhere, so that errors speak of it.
@@ -39,6 +51,7 @@ DATABASES = {
     "unquoted @, psycopg": f"postgresql+psycopg://shop:first@{CANARY}@{NOWHERE}/shop",
     "unquoted @ and /": f"postgresql+psycopg://shop:first@second/{CANARY}@{NOWHERE}/shop",
     "unquoted @ and ?": f"postgresql+psycopg://shop:first@second?{CANARY}@{NOWHERE}/shop",
+    "unquoted @, then ?": f"postgresql+psycopg://shop:first@{CANARY}?second@{NOWHERE}/shop",
     "unquoted /": f"postgresql+psycopg://shop:first/{CANARY}@{NOWHERE}/shop",
     "unquoted :": f"postgresql+psycopg://shop:first:{CANARY}@{NOWHERE}/shop",
     "in the query": f"postgresql+asyncpg://{NOWHERE}/shop?user=shop&password={CANARY}",
@@ -54,6 +67,7 @@ TRANSPORTS: dict[str, Mapping[str, str]] = {
     "amqp, unquoted /": {"transport": f"amqp://shop:12/{CANARY}@{NOWHERE}/"},
     "amqp, unquoted @": {"transport": f"amqp://shop:first@{CANARY}@{NOWHERE}/"},
     "amqp, unquoted @ and /": {"transport": f"amqp://shop:first@second/{CANARY}@{NOWHERE}/"},
+    "amqp, unquoted @, then ?": {"transport": f"amqp://shop:first@{CANARY}?second@{NOWHERE}/"},
     "amqp, unquoted #": {"transport": f"amqp://shop:12#{CANARY}@{NOWHERE}/"},
     "amqp, unquoted ?": {"transport": f"amqp://shop:12?{CANARY}@{NOWHERE}/"},
     "amqp in a route": {"routes": json.dumps({"#": f"amqp://shop:12/{CANARY}@{NOWHERE}/"})},
@@ -70,6 +84,9 @@ TRANSPORTS: dict[str, Mapping[str, str]] = {
     "token": {"transport": f"https://{NOWHERE}/hook?token={CANARY}"},
     "basic in a route": {"routes": json.dumps({"#": f"https://shop:{CANARY}@{NOWHERE}/hook"})},
     "token in a route": {"routes": json.dumps({"#": f"https://{NOWHERE}/hook?token={CANARY}"})},
+    "token in the path": {"transport": f"https://{NOWHERE}/hook/{PATH_TOKEN}"},
+    "token in the path, quoted": {"transport": f"https://{NOWHERE}/hook/{PATH_TOKEN}%2F%C3%A9/end"},
+    "token in the path of a route": {"routes": json.dumps({"#": f"https://{NOWHERE}/hook/{PATH_TOKEN}"})},
     "no such transport": {"transport": f"nonsense://shop:{CANARY}@broker/"},
     "webhook secret": {"transport": f"https://{NOWHERE}/hook", "webhook_secrets": f"whsec_{SIGNING}"},
     "webhook secret, malformed": {"transport": f"https://{NOWHERE}/hook", "webhook_secrets": CANARY},
@@ -86,8 +103,33 @@ COMMANDS = (
     ("topology", "shop_of_secrets:listeners"),
     ("topology", "shop_of_secrets:listeners", "--format", "json"),
     ("dead-letters", "list"),
+    ("dead-letters", "list", "--json"),
+    ("dead-letters", "show", "1"),
+    ("dead-letters", "replay", "--all"),
+    ("dead-letters", "discard", "1", "--yes"),
+    ("messages", "list"),
+    ("messages", "list", "--json", "--body"),
+    ("messages", "show", "nothing"),
+    ("queues", "list"),
+    ("queues", "list", "--json"),
+    ("queues", "rebind", "shop_of_secrets:listeners"),
+    ("queues", "remove", "billing"),
+    ("queues", "release", "billing"),
+    ("tables", "create"),
     ("tables", "check"),
+    ("tables", "sql"),
+    ("tables", "sql", "--roles"),
+    ("tables", "switch-transport", "http"),
+    ("tables", "switch-transport", "database", "--force", "--json"),
 )
+# They work until a signal comes.
+SERVING = (
+    ("relay", "--log-level", "debug"),
+    ("relay", "--log-level", "debug", "--log-format", "json"),
+    ("worker", "shop_of_secrets:listeners", "--log-level", "debug"),
+    ("worker", "shop_of_secrets:listeners", "--log-level", "debug", "--log-format", "json"),
+)
+FOR_A_MOMENT = 0.1  # seconds until the signal
 
 
 def assert_secret(text: str) -> None:
@@ -108,13 +150,89 @@ def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_command_shows_a_secret_of_its_settings(shop: str, tmp_path: Path, kind: str) -> None:
+def test_no_command_shows_a_secret_of_its_settings(
+    shop: str, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings = {f"OUTBOX_{name.upper()}": value for name, value in {"db_engine_url": shop, **KINDS[kind]}.items()}
     command = Command(tmp_path, settings)
+    with asyncio.Runner() as runner:
+        runner.run(emit(shop))
+    monkeypatch.setattr("outbox.transports.rabbitmq.START_WITHIN", 0.1)
+    with signalled_soon():
+        for arguments in SERVING:
+            ran = command.run_now(*arguments)
+            assert ran.said
+            assert_secret(ran.said)
     for arguments in COMMANDS:
         ran = command.run_now(*arguments)
         assert_secret(ran.said)
         assert "Traceback" not in ran.said
+    assert_secret("\n".join(sqlite3.connect(shop.removeprefix("sqlite:///")).iterdump()))
+
+
+async def emit(shop: str) -> None:
+    outbox = Outbox(db_engine_url=shop)
+    async with outbox.transaction() as session:
+        await outbox.emit(session, "order.created", {})
+    await outbox.close()
+
+
+@contextmanager
+def signalled_soon() -> Iterator[None]:
+    """A relay or a worker gets its signal after a moment, and logs as it does in a process of its own."""
+
+    @contextmanager
+    def on_signals() -> Iterator[Shutdown]:
+        shutdown = Shutdown()
+        asyncio.get_running_loop().call_later(FOR_A_MOMENT, shutdown.signal)
+        yield shutdown
+
+    def start_logging(*arguments: Any) -> None:
+        logging.root.handlers = []  # otherwise it takes those of pytest for an application's own
+        logs.start_logging(*arguments)
+
+    threshold, handlers, level = gc.get_threshold(), logging.root.handlers, logging.root.level
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(serving, "on_signals", on_signals)
+        for module in ("relay", "worker"):
+            patch.setattr(f"outbox.cli.{module}.start_logging", start_logging)
+        try:
+            yield
+        finally:
+            logging.root.handlers = handlers
+            logging.root.setLevel(level)
+            gc.set_threshold(*threshold)
+            gc.unfreeze()
+
+
+async def test_no_answer_of_http_app_shows_a_secret(shop: str) -> None:
+    async def handle(body: bytes) -> None:
+        raise ValueError(body)
+
+    secret = f"whsec_{SIGNING}"
+    outbox = Outbox(db_engine_url=shop, webhook_secrets=secret, log=False)
+    app = outbox.http_app([Listener("order.#", handle, queue="billing")], secrets=secret)
+    now = int(time.time())
+    body = json.dumps({"specversion": "1.0", "id": "1", "source": "/s", "type": "order.created", "data": 1}).encode()
+    right = sign(Secrets.of(secret), "1", now, body)
+    requests: list[tuple[dict[str, str], bytes]] = [
+        ({}, body),
+        (right | {"webhook-signature": "v1,nonsense"}, body),
+        (right | {"webhook-timestamp": "soon"}, body),
+        (sign(Secrets.of(secret), "1", now - 100_000, body), body),
+        (right, b"{}"),
+        (sign(Secrets.of(secret), "2", now, b"{}"), b"{}"),
+        (right, body),
+        (right | {"content-type": "application/cloudevents+avro"}, body),
+    ]
+    statuses = []
+    async with serving_app(app) as sender:
+        for headers, content in requests:
+            answer = await sender.post({"content-type": "application/cloudevents+json", **headers}, content)
+            statuses.append(answer.status)
+            assert_secret(repr(answer))
+    await outbox.close()
+    assert sorted(set(statuses)) == [202, 400, 401, 415]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -165,11 +283,43 @@ def test_a_password_that_was_cut_is_refused_with_what_to_write_instead() -> None
 
 
 def test_what_an_application_prints_of_its_objects_shows_no_secret_and_no_body() -> None:
-    assert_secret(repr(Defaults(management_url=f"http://shop:{CANARY}@broker:15672")))
+    settings = {"rabbitmq_management_url": f"http://shop:{CANARY}@broker:15672"}
+    assert_secret(repr(Defaults(settings=settings)))
+    assert_secret(repr(Defaults(settings=settings).chosen(RabbitmqOptions)))
     message = Message(routing_key="order.created", body=CANARY.encode(), headers={"a": "b"})
     assert_secret(repr(message) + repr([message]))
     assert f"body=<{len(CANARY)} bytes>" in repr(message) and "routing_key='order.created'" in repr(message)
     assert_secret(repr(Outbox(db_engine_url=DATABASES["password"]).settings))
+
+
+async def test_neither_a_log_nor_the_tables_nor_doctor_show_the_tokens_of_two_addresses(
+    shop: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    urls = [f"https://{NOWHERE}/hook/{PATH_TOKEN}{number}" for number in range(2)]
+    for url in urls:
+        outbox = Outbox(db_engine_url=shop, transport=HttpTransport(url, name="chat"))
+        async with outbox.running(relay=True):
+            pass
+        async with outbox.transaction() as session:
+            owners = (await session.execute(select(outbox.tables.owners))).all()
+        await outbox.close()
+        assert "/hook/***" in repr(owners)
+        assert_secret(repr(owners))
+    assert "its messages go to https://127.0.0.1:1/hook/***" in caplog.text
+    assert_secret(caplog.text)
+    ran = await Command(tmp_path, {"OUTBOX_DB_ENGINE_URL": shop, "OUTBOX_TRANSPORT": urls[1]}).run("doctor")
+    assert "its messages go to" in ran.said
+    assert_secret(ran.said)
+
+
+def test_a_route_without_its_token_keeps_a_name_of_its_own() -> None:
+    first, again, other, word = (
+        HttpTransport(f"https://hooks.example/hook/{part}/in?x=1").route
+        for part in ("T0K3Nxxxxxxxxxx", "T0K3Nxxxxxxxxxx", "T0K3Nxxxxxxxxxy", "orders")
+    )
+    assert first == again == f"https://hooks.example/hook/***{sha256(b'T0K3Nxxxxxxxxxx').hexdigest()[:8]}/in"
+    assert other != first
+    assert word == "https://hooks.example/hook/orders/in"
 
 
 # The management interface.

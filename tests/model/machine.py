@@ -28,7 +28,7 @@ class StoreMachine(Operations, RuleBasedStateMachine):
         self._world = World(self._url, self._table_name, keeps=keeps)
         self._model = Model(keeps=keeps)
         self._run(self.world.open())
-        self._side_by_side = self.world.store.writes_side_by_side
+        self._side_by_side = self.world.store.transactions.writes_side_by_side
         self.begin()
         self._emit(*self._transaction(0), "order.paid", count, later=False, expires=self._routes, timer_id=None)
         if not self._routes:
@@ -47,7 +47,7 @@ class StoreMachine(Operations, RuleBasedStateMachine):
             self._runner.close()
 
     async def _tear_down(self) -> None:
-        self._check_counts(await self.world.store.backlog())
+        self._check_counts(await self.world.store.inspection.backlog())
         for transaction in self._open.values():
             await self.world.end(transaction, commit=False)
         for client in self._clients:

@@ -76,7 +76,7 @@ class World:
 
     async def open(self) -> None:
         """Begin with empty tables."""
-        await self.store.create_tables()
+        await self.store.maintenance.create_tables()
         async with self._clock.begin() as connection:
             for table in self.tables.metadata.sorted_tables:
                 await connection.execute(delete(table))
@@ -113,7 +113,7 @@ class World:
 
     async def look(self) -> Sight:
         """Every message and dead letter, no place twice."""
-        stored = await self.store.list_messages(limit=ALL)
+        stored = await self.store.inspection.list_messages(limit=ALL)
         letters = await self.store.dead_letters.list(limit=ALL)
         open_places = [((each.message.id, each.queue), each) for each in stored]
         dead_places = [((each.message.id, each.queue), each) for each in letters]

@@ -39,6 +39,7 @@ from outbox import (
     listen,
     setup,
 )
+from outbox.core.store import Selection
 from outbox.sqlite import prepare
 from tests.seeds.databases import ASYNCPG, on_every_driver, on_sqlite
 from tests.seeds.observing import PATIENCE, Statements, arrival, routing_keys
@@ -122,7 +123,7 @@ async def test_nobody_sees_a_message_before_its_transaction_commits(outbox: Outb
     async with AsyncSession(db_engine) as session, session.begin():
         await outbox.emit(session, "user.created", JOHN)
         assert await outbox.messages() == []
-        async with outbox.store.claim(10, lease=datetime.timedelta(seconds=5)) as claim:
+        async with outbox.store.feed.claim(Selection(limit=10, lease=datetime.timedelta(seconds=5))) as claim:
             assert not claim.attempts
     assert await routing_keys(outbox) == ["user.created"]
 
@@ -456,7 +457,7 @@ async def test_a_delayed_message_does_not_expire_before_it_is_due(outbox: Outbox
     async with outbox.transaction() as session:
         await outbox.emit(session, "user.created", JOHN, eta=datetime.timedelta(hours=1), expiration=0.001)
         await outbox.emit(session, "user.deleted", JOHN, eta=hour_ago, expiration=0.001)
-    assert await outbox.store.expire(10) == 1
+    assert await outbox.store.maintenance.expire(10) == 1
     assert await routing_keys(outbox) == ["user.created"]
 
 
@@ -504,7 +505,7 @@ async def test_the_first_uses_of_an_outbox_may_all_come_at_once(make_outbox: Mak
 
     for _ in range(8):
         outbox = make_outbox()
-        waiting = outbox.store.wait(0.01)
+        waiting = outbox.store.feed.wait(0.01)
         await asyncio.gather(waiting, outbox.backlog(), outbox.messages(), *(emit_and_commit(outbox) for _ in range(3)))
         await outbox.close()
 

@@ -23,6 +23,7 @@ from outbox import Binding, Message, Outbox, listen
 from outbox.core.attempt import Done, RetryIn
 from outbox.core.events import Handled, Routed
 from outbox.core.message import NOW
+from outbox.core.store import Selection
 from tests.seeds.databases import on_every_driver, on_postgresql, on_sqlite
 from tests.seeds.observing import PATIENCE, Recorder, Statements, arrival, eventually, let_leases_run_out
 from tests.seeds.program import program
@@ -38,9 +39,9 @@ async def emit_range(outbox: Outbox, count: int, routing_key: str = "orders", **
 
 async def queued(outbox: Outbox, count: int) -> None:
     """Messages that lie in the queue `orders`."""
-    await outbox.store.bind([Binding("orders", "orders")])
+    await outbox.store.queues.bind([Binding("orders", "orders")])
     await emit_range(outbox, count)
-    await outbox.store.route(count, {})
+    await outbox.store.queues.route(count, {})
 
 
 def bodies(claim: Any) -> list[int]:
@@ -56,7 +57,7 @@ async def is_empty(outbox: Outbox) -> bool:
 
 async def test_a_claim_takes_due_messages_in_their_order_up_to_its_limit(outbox: Outbox) -> None:
     await queued(outbox, 5)
-    async with outbox.store.claim(3, lease=LEASE, destination="orders") as claim:
+    async with outbox.store.feed.claim(Selection(limit=3, lease=LEASE, destination="orders")) as claim:
         assert bodies(claim) == [0, 1, 2]
 
 
@@ -64,9 +65,9 @@ async def test_what_one_claim_holds_no_other_gets(make_outbox: MakeOutbox) -> No
     first, second = make_outbox(), make_outbox()
     await queued(first, 5)
     async with (
-        first.store.claim(3, lease=LEASE, destination="orders") as one,
-        second.store.claim(10, lease=LEASE, destination="orders") as two,
-        first.store.claim(10, lease=LEASE, destination="orders") as three,
+        first.store.feed.claim(Selection(limit=3, lease=LEASE, destination="orders")) as one,
+        second.store.feed.claim(Selection(limit=10, lease=LEASE, destination="orders")) as two,
+        first.store.feed.claim(Selection(limit=10, lease=LEASE, destination="orders")) as three,
     ):
         assert bodies(one) == [0, 1, 2]
         assert bodies(two) == [3, 4]
@@ -74,20 +75,20 @@ async def test_what_one_claim_holds_no_other_gets(make_outbox: MakeOutbox) -> No
 
 
 async def test_a_claim_takes_nothing_of_another_queue_and_nothing_that_is_not_due(outbox: Outbox) -> None:
-    await outbox.store.bind([Binding("orders", "orders"), Binding("others", "others")])
+    await outbox.store.queues.bind([Binding("orders", "orders"), Binding("others", "others")])
     await emit_range(outbox, 1, "others")
     await emit_range(outbox, 1, "orders", eta=timedelta(hours=1))
-    await outbox.store.route(10, {})
-    async with outbox.store.claim(10, lease=LEASE, destination="orders") as claim:
+    await outbox.store.queues.route(10, {})
+    async with outbox.store.feed.claim(Selection(limit=10, lease=LEASE, destination="orders")) as claim:
         assert bodies(claim) == []
 
 
 async def test_a_claim_hands_out_nothing_that_has_expired_and_buries_it(outbox: Outbox) -> None:
-    await outbox.store.bind([Binding("orders", "orders")])
+    await outbox.store.queues.bind([Binding("orders", "orders")])
     await emit_range(outbox, 2, eta=datetime.now(UTC) - timedelta(hours=1), expiration=1)
     await emit_range(outbox, 1, expiration=3600)
-    await outbox.store.route(10, {})
-    async with outbox.store.claim(10, lease=LEASE, destination="orders") as claim:
+    await outbox.store.queues.route(10, {})
+    async with outbox.store.feed.claim(Selection(limit=10, lease=LEASE, destination="orders")) as claim:
         assert bodies(claim) == [0]
     letters = await outbox.dead_letters.list()
     assert [(letter.reason, letter.attempt_count, letter.crash_count) for letter in letters] == [("expired", 0, 0)] * 2
@@ -95,10 +96,10 @@ async def test_a_claim_hands_out_nothing_that_has_expired_and_buries_it(outbox: 
 
 async def test_a_message_that_failed_is_not_claimed_before_its_next_attempt(outbox: Outbox) -> None:
     await queued(outbox, 2)
-    async with outbox.store.claim(10, lease=LEASE, destination="orders") as claim:
+    async with outbox.store.feed.claim(Selection(limit=10, lease=LEASE, destination="orders")) as claim:
         first, second = claim.attempts
         await claim.settle({first.id: RetryIn(timedelta(hours=1), "later"), second.id: RetryIn(timedelta(0), "now")})
-    async with outbox.store.claim(10, lease=LEASE, destination="orders") as claim:
+    async with outbox.store.feed.claim(Selection(limit=10, lease=LEASE, destination="orders")) as claim:
         assert bodies(claim) == [1]
         assert claim.attempts[0].attempt_count == 2
 
@@ -109,11 +110,11 @@ async def test_unleased_messages_and_expired_leases_are_claimed_by_the_same_ordi
 ) -> None:
     dying, living = make_outbox(), make_outbox()
     await queued(dying, 1)
-    async with dying.store.claim(1, lease=LEASE, destination="orders") as lost:
-        async with living.store.claim(1, lease=LEASE, destination="orders") as claim:
+    async with dying.store.feed.claim(Selection(limit=1, lease=LEASE, destination="orders")) as lost:
+        async with living.store.feed.claim(Selection(limit=1, lease=LEASE, destination="orders")) as claim:
             assert bodies(claim) == []
         await let_leases_run_out(living)
-        async with living.store.claim(1, lease=LEASE, destination="orders") as claim:
+        async with living.store.feed.claim(Selection(limit=1, lease=LEASE, destination="orders")) as claim:
             assert bodies(claim) == [0]
             assert await claim.settle({claim.attempts[0].id: Done()}) == frozenset()
         assert bodies(lost) == [0]
@@ -123,7 +124,7 @@ async def test_unleased_messages_and_expired_leases_are_claimed_by_the_same_ordi
 async def test_what_is_not_settled_when_a_claim_closes_is_due_again_and_was_never_tried(outbox: Outbox) -> None:
     await queued(outbox, 2)
     for _ in range(5):
-        async with outbox.store.claim(10, lease=LEASE, destination="orders") as claim:
+        async with outbox.store.feed.claim(Selection(limit=10, lease=LEASE, destination="orders")) as claim:
             assert [(a.attempt_count, a.crash_count) for a in claim.attempts] == [(1, 0), (1, 0)]
 
 
@@ -133,7 +134,10 @@ async def test_a_claim_passes_over_rows_that_somebody_has_locked(outbox: Outbox,
     messages = outbox.tables.messages
     async with db_engine.begin() as other:
         await other.execute(select(messages.c.id).order_by(messages.c.id).limit(1).with_for_update())
-        async with asyncio.timeout(PATIENCE), outbox.store.claim(10, lease=LEASE, destination="orders") as claim:
+        async with (
+            asyncio.timeout(PATIENCE),
+            outbox.store.feed.claim(Selection(limit=10, lease=LEASE, destination="orders")) as claim,
+        ):
             assert bodies(claim) == [1, 2]
 
 
@@ -141,7 +145,7 @@ async def test_no_transaction_is_open_while_a_claim_is_held(outbox: Outbox, db_e
     await queued(outbox, 1)
     messages = outbox.tables.messages
     async with (
-        outbox.store.claim(1, lease=LEASE, destination="orders"),
+        outbox.store.feed.claim(Selection(limit=1, lease=LEASE, destination="orders")),
         asyncio.timeout(PATIENCE),
         db_engine.begin() as other,
     ):
@@ -150,15 +154,17 @@ async def test_no_transaction_is_open_while_a_claim_is_held(outbox: Outbox, db_e
 
 async def test_a_message_says_when_it_was_made_but_only_the_databases_clock_decides(outbox: Outbox) -> None:
     """A producer whose clock is a year ahead, or behind, delays and hurries nothing."""
-    await outbox.store.bind([Binding("orders", "orders")])
+    await outbox.store.queues.bind([Binding("orders", "orders")])
     for years in (1, -1):
         wrong = datetime.now(UTC) + timedelta(days=365 * years)
         message = Message(routing_key="orders", body=b"%d" % years, created_at=wrong)
-        statement, rows = outbox.store.insert([message], NOW)
+        statement, rows = outbox.store.writing.insert([message], NOW)
         async with outbox.transaction() as session:
-            await session.run_sync(lambda plain, s=statement, r=rows: outbox.store.write(plain.connection(), s, r))
-    await outbox.store.route(10, {})
-    async with outbox.store.claim(10, lease=LEASE, destination="orders") as claim:
+            await session.run_sync(
+                lambda plain, s=statement, r=rows: outbox.store.writing.write(plain.connection(), s, r)
+            )
+    await outbox.store.queues.route(10, {})
+    async with outbox.store.feed.claim(Selection(limit=10, lease=LEASE, destination="orders")) as claim:
         assert bodies(claim) == [1, -1]
 
 
@@ -166,7 +172,7 @@ async def test_reading_what_is_unprocessed_takes_no_lease(outbox: Outbox) -> Non
     await queued(outbox, 2)
     assert [stored.state for stored in await outbox.messages(queue="orders")] == ["delivered"] * 2
     assert (await outbox.backlog()).leased == 0
-    async with outbox.store.claim(10, lease=LEASE, destination="orders") as claim:
+    async with outbox.store.feed.claim(Selection(limit=10, lease=LEASE, destination="orders")) as claim:
         assert [stored.leased_until is not None for stored in await outbox.messages()] == [True, True]
         assert bodies(claim) == [0, 1]
 
@@ -450,7 +456,7 @@ async def test_a_worker_that_dies_in_its_listener_leaves_the_message_to_another(
     """Before its effect, after it, and inside of the transaction that is tied to the delivery."""
     outbox = make_outbox()
     moments = ("before", "after", "inside")
-    await outbox.store.bind([Binding(moment, "orders") for moment in moments])
+    await outbox.store.queues.bind([Binding(moment, "orders") for moment in moments])
     await emit_range(outbox, 1)
     async with AsyncExitStack() as stack:
         arguments = (DIES, database_url, table_name)

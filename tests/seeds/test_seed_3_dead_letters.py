@@ -30,6 +30,7 @@ from outbox import (
 )
 from outbox.core.attempt import Dead, Done, Reason
 from outbox.core.events import Handled
+from outbox.core.store import Selection
 from outbox.observers.logging import LoggingObserver
 from tests.seeds.databases import on_every_driver, on_postgresql, on_sqlite
 from tests.seeds.observing import PATIENCE, Recorder, Statements, arrival, eventually, let_leases_run_out
@@ -47,16 +48,16 @@ async def emit_one(outbox: Outbox, body: object = 7, **options: Any) -> Message:
 
 async def queued(outbox: Outbox, count: int = 1) -> None:
     """Messages that lie in the queue `orders`."""
-    await outbox.store.bind([Binding("orders", "orders")])
+    await outbox.store.queues.bind([Binding("orders", "orders")])
     async with outbox.transaction() as session:
         await outbox.emit_many(session, "orders", range(count))
-    await outbox.store.route(count, {})
+    await outbox.store.queues.route(count, {})
 
 
 async def buried(outbox: Outbox, count: int = 1, error: str = "refused") -> list[DeadLetter]:
     """Dead letters of the queue `orders`."""
     await queued(outbox, count)
-    async with outbox.store.claim(count, lease=LEASE, destination="orders") as claim:
+    async with outbox.store.feed.claim(Selection(limit=count, lease=LEASE, destination="orders")) as claim:
         await claim.settle({a.id: Dead(Reason.REJECTED, f"{error} {a.message.body!r}") for a in claim.attempts})
     return await outbox.dead_letters.list()
 
@@ -87,7 +88,7 @@ async def letter_of(outbox: Outbox, recorder: Recorder, error: BaseException) ->
 
 async def test_a_success_is_a_plain_delete_and_never_archived(outbox: Outbox) -> None:
     await queued(outbox, 3)
-    async with outbox.store.claim(3, lease=LEASE, destination="orders") as claim:
+    async with outbox.store.feed.claim(Selection(limit=3, lease=LEASE, destination="orders")) as claim:
         with Statements() as statements:
             await claim.settle({attempt.id: Done() for attempt in claim.attempts})
     [removal] = writes(statements)
@@ -107,10 +108,10 @@ async def test_three_ways_to_fail_for_good_have_three_reasons(make_outbox: MakeO
         return listen("orders", queue=queue, max_crashes=1)(callback)
 
     queues = {"max deliveries": ConnectionError, "retry terminal": ConnectionError, "rejected": Reject}
-    await outbox.store.bind([Binding(queue, "orders") for queue in queues])
+    await outbox.store.queues.bind([Binding(queue, "orders") for queue in queues])
     await emit_one(outbox)
-    await outbox.store.route(10, {})
-    async with outbox.store.claim(1, lease=LEASE, destination="max deliveries"):
+    await outbox.store.queues.route(10, {})
+    async with outbox.store.feed.claim(Selection(limit=1, lease=LEASE, destination="max deliveries")):
         await let_leases_run_out(outbox)
     async with outbox.running(listeners=[listener(queue, error) for queue, error in queues.items()]):
         await recorder.wait_for(Handled, 4)
@@ -151,7 +152,7 @@ async def test_a_dead_letter_keeps_the_unchanged_message_and_its_story(
 @on_postgresql
 async def test_the_row_moves_to_the_dead_letters_in_one_statement(outbox: Outbox) -> None:
     await queued(outbox, 3)
-    async with outbox.store.claim(3, lease=LEASE, destination="orders") as claim:
+    async with outbox.store.feed.claim(Selection(limit=3, lease=LEASE, destination="orders")) as claim:
         with Statements() as statements:
             await claim.settle({attempt.id: Dead(Reason.REJECTED) for attempt in claim.attempts})
     [burial] = writes(statements)
@@ -184,14 +185,14 @@ async def test_a_dead_letter_that_cannot_be_written_leaves_the_row_where_it_was(
     await queued(outbox)
     async with (
         unwritable_dead_letters(outbox, db_engine),
-        outbox.store.claim(1, lease=LEASE, destination="orders") as claim,
+        outbox.store.feed.claim(Selection(limit=1, lease=LEASE, destination="orders")) as claim,
     ):
         with pytest.raises(Exception, match="misconfigured"):
             await claim.settle({claim.attempts[0].id: Dead(Reason.REJECTED)})
         [stored] = await outbox.messages()
         assert stored.state == "delivered"
     assert await outbox.dead_letters.list() == []
-    async with outbox.store.claim(1, lease=LEASE, destination="orders") as claim:
+    async with outbox.store.feed.claim(Selection(limit=1, lease=LEASE, destination="orders")) as claim:
         assert len(claim.attempts) == 1
 
 

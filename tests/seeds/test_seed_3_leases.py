@@ -20,7 +20,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from outbox import Binding, Outbox, listen
 from outbox.core.attempt import Dead, Done, Outcome, Reason, Released, RetryIn
 from outbox.core.events import Handled, LeaseWasLost
-from outbox.core.store import Suspected
+from outbox.core.store import Selection, Suspected
 from outbox.observers.logging import LoggingObserver
 from tests.seeds.databases import on_every_driver, on_sqlite
 from tests.seeds.observing import PATIENCE, Recorder, arrival, eventually, let_leases_run_out
@@ -44,10 +44,10 @@ async def emit_one(outbox: Outbox, number: int = 7) -> None:
 
 async def queued(outbox: Outbox, count: int = 1) -> None:
     """Messages that lie in the queue `orders`."""
-    await outbox.store.bind([Binding("orders", "orders")])
+    await outbox.store.queues.bind([Binding("orders", "orders")])
     async with outbox.transaction() as session:
         await outbox.emit_many(session, "orders", range(count))
-    await outbox.store.route(count, {})
+    await outbox.store.queues.route(count, {})
 
 
 async def lease_ends(outbox: Outbox) -> dict[int, datetime | None]:
@@ -90,10 +90,10 @@ async def test_a_late_write_of_any_kind_does_not_touch_the_new_holders_row(make_
     slow, quick = make_outbox(), make_outbox()
     for late in OUTCOMES:
         await queued(slow)
-        async with slow.store.claim(1, lease=LEASE, destination="orders") as lost:
+        async with slow.store.feed.claim(Selection(limit=1, lease=LEASE, destination="orders")) as lost:
             [attempt] = lost.attempts
             await let_leases_run_out(quick)
-            async with quick.store.claim(1, lease=LEASE, destination="orders") as claim:
+            async with quick.store.feed.claim(Selection(limit=1, lease=LEASE, destination="orders")) as claim:
                 [before] = await quick.messages()
                 assert await lost.settle({attempt.id: late}) == {attempt.id}, late
                 assert await quick.messages() == [before], late
@@ -108,7 +108,7 @@ async def test_a_lease_that_ran_out_allows_no_write_even_if_nobody_else_has_the_
     outbox = make_outbox()
     await queued(outbox)
     for late in OUTCOMES:
-        async with outbox.store.claim(1, lease=LEASE, destination="orders") as lost:
+        async with outbox.store.feed.claim(Selection(limit=1, lease=LEASE, destination="orders")) as lost:
             [attempt] = lost.attempts
             await let_leases_run_out(outbox)
             assert await lost.settle({attempt.id: late}) == {attempt.id}, late
@@ -119,10 +119,10 @@ async def test_after_the_new_holder_has_finished_the_late_write_changes_nothing(
     slow, quick = make_outbox(), make_outbox()
     for outcome in OUTCOMES:
         await queued(slow)
-        async with slow.store.claim(1, lease=LEASE, destination="orders") as lost:
+        async with slow.store.feed.claim(Selection(limit=1, lease=LEASE, destination="orders")) as lost:
             [attempt] = lost.attempts
             await let_leases_run_out(quick)
-            async with quick.store.claim(1, lease=LEASE, destination="orders") as claim:
+            async with quick.store.feed.claim(Selection(limit=1, lease=LEASE, destination="orders")) as claim:
                 assert await claim.settle({attempt.id: outcome}) == frozenset(), outcome
             before = (await quick.messages(), await quick.dead_letters.list())
             assert await lost.settle({attempt.id: Done()}) == {attempt.id}, outcome
@@ -137,7 +137,7 @@ async def test_one_lost_lease_does_not_keep_the_rest_of_the_batch_from_being_wri
     outbox = make_outbox()
     await queued(outbox, 3)
     messages = outbox.tables.messages
-    async with outbox.store.claim(3, lease=LEASE, destination="orders") as claim:
+    async with outbox.store.feed.claim(Selection(limit=3, lease=LEASE, destination="orders")) as claim:
         ids = [attempt.id for attempt in claim.attempts]
         async with outbox.transaction() as session:
             long_ago = datetime.now(UTC) - timedelta(hours=1)
@@ -151,7 +151,10 @@ async def test_each_claim_has_a_fresh_token(outbox: Outbox) -> None:
     messages = outbox.tables.messages
     tokens = set()
     for _ in range(3):
-        async with outbox.store.claim(1, lease=LEASE, destination="orders"), outbox.transaction() as session:
+        async with (
+            outbox.store.feed.claim(Selection(limit=1, lease=LEASE, destination="orders")),
+            outbox.transaction() as session,
+        ):
             tokens.add(await session.scalar(select(messages.c.lease_token)))
     assert len(tokens) == 3
     assert None not in tokens
@@ -352,7 +355,7 @@ async def test_what_is_held_ready_behind_a_slow_listener_is_renewed_as_well(
 async def test_a_held_claim_renews_itself_until_it_is_closed(make_outbox: MakeOutbox) -> None:
     outbox = make_outbox()
     await queued(outbox)
-    async with outbox.store.claim(1, lease=timedelta(seconds=RENEWED), destination="orders"):
+    async with outbox.store.feed.claim(Selection(limit=1, lease=timedelta(seconds=RENEWED), destination="orders")):
         await renewal(outbox)
     [stored] = await outbox.messages()
     assert stored.leased_until is None
@@ -363,13 +366,17 @@ async def test_a_held_claim_renews_itself_until_it_is_closed(make_outbox: MakeOu
 
 async def test_of_messages_that_may_have_killed_their_worker_one_is_claimed_at_a_time(outbox: Outbox) -> None:
     await queued(outbox, 4)
-    async with outbox.store.claim(2, lease=LEASE, destination="orders") as lost:
+    async with outbox.store.feed.claim(Selection(limit=2, lease=LEASE, destination="orders")) as lost:
         first, second = lost.attempts
         await let_leases_run_out(outbox)
-        async with outbox.store.claim(10, lease=LEASE, destination="orders", suspected=Suspected.ONE) as claim:
+        async with outbox.store.feed.claim(
+            Selection(limit=10, lease=LEASE, destination="orders", suspected=Suspected.ONE)
+        ) as claim:
             assert [(a.attempt_count, a.crash_count) for a in claim.attempts] == [(1, 1), (1, 0), (1, 0)]
             assert claim.attempts[0].id == first.id
-            async with outbox.store.claim(10, lease=LEASE, destination="orders", suspected=Suspected.ONE) as other:
+            async with outbox.store.feed.claim(
+                Selection(limit=10, lease=LEASE, destination="orders", suspected=Suspected.ONE)
+            ) as other:
                 assert [attempt.id for attempt in other.attempts] == [second.id]
 
 
@@ -383,7 +390,7 @@ async def test_after_max_crashes_a_message_is_dead(make_outbox: MakeOutbox, reco
 
     await queued(outbox)
     for _ in range(2):
-        async with outbox.store.claim(1, lease=LEASE, destination="orders") as lost:
+        async with outbox.store.feed.claim(Selection(limit=1, lease=LEASE, destination="orders")) as lost:
             assert lost.attempts
             await let_leases_run_out(outbox)
     async with outbox.running(listeners=[orders]):
@@ -407,7 +414,7 @@ async def test_below_max_crashes_a_message_gets_its_full_number_of_attempts(
 
     await queued(outbox)
     for _ in range(2):
-        async with outbox.store.claim(1, lease=LEASE, destination="orders"):
+        async with outbox.store.feed.claim(Selection(limit=1, lease=LEASE, destination="orders")):
             await let_leases_run_out(outbox)
     async with outbox.running(listeners=[fails]):
         await recorder.wait_for(Handled, 2)

@@ -242,7 +242,7 @@ async def test_the_largest_message_travels_unchanged(outbox: Outbox) -> None:
 
 async def asleep(outbox: Outbox) -> asyncio.Task[None]:
     """Somebody who sleeps until there is something to do, for much longer than this test may take."""
-    sleeping = asyncio.create_task(outbox.store.wait(4 * PATIENCE))
+    sleeping = asyncio.create_task(outbox.store.feed.wait(4 * PATIENCE))
     await eventually(lambda: _hears(outbox))
     async with asyncio.timeout(PATIENCE):
         while True:
@@ -250,14 +250,14 @@ async def asleep(outbox: Outbox) -> asyncio.Task[None]:
             await _hears(outbox)
             if not sleeping.done():
                 return sleeping
-            sleeping = asyncio.create_task(outbox.store.wait(4 * PATIENCE))
+            sleeping = asyncio.create_task(outbox.store.feed.wait(4 * PATIENCE))
 
 
 async def _hears(outbox: Outbox) -> bool:
     """Whether wake-ups of other processes arrive: PostgreSQL tells who listens, SQLite's file is always there."""
     if not isinstance(outbox.store, PostgresqlStore):
         return True
-    line = outbox.store._notifier._line
+    line = outbox.store.runner.direct.line
     if line is not None:  # it is asked other things as well, and PostgreSQL tells the last one
         return bool(line._raw._listeners)
     async with outbox.transaction() as session:

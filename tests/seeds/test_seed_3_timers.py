@@ -20,6 +20,7 @@ from sqlalchemy.orm import Session
 from outbox import Binding, Message, Outbox, Reject, TimerIdInvalid, listen
 from outbox.core.attempt import Done, RetryIn
 from outbox.core.events import Emitted, Handled
+from outbox.core.store import Selection
 from tests.seeds.databases import on_every_driver, on_sqlite
 from tests.seeds.observing import PATIENCE, Recorder, Statements, arrival, eventually, let_leases_run_out, routing_keys
 
@@ -203,7 +204,7 @@ async def test_a_replayed_timer_collides_with_no_newer_one(outbox: Outbox, recor
 
 async def test_a_replayed_timer_that_had_reached_no_queue_collides_with_no_newer_one_either(outbox: Outbox) -> None:
     await set_timer(outbox, eta=datetime.now(UTC) - HOUR, expiration=1)
-    assert await outbox.store.expire(10) == 1
+    assert await outbox.store.maintenance.expire(10) == 1
     [letter] = await outbox.dead_letters.list()
     assert letter.queue is None
     assert await set_timer(outbox) is not None
@@ -276,11 +277,11 @@ async def test_a_timer_that_was_taken_cannot_be_cancelled(outbox: Outbox) -> Non
 
 
 async def test_a_timer_that_lies_in_a_queue_or_is_retried_there_cannot_be_cancelled(outbox: Outbox) -> None:
-    await outbox.store.bind([Binding("orders", "order.expired")])
+    await outbox.store.queues.bind([Binding("orders", "order.expired")])
     await set_timer(outbox, eta=0)
-    await outbox.store.route(10, {})
+    await outbox.store.queues.route(10, {})
     assert await cancel(outbox) is False
-    async with outbox.store.claim(1, lease=LEASE, destination="orders") as claim:
+    async with outbox.store.feed.claim(Selection(limit=1, lease=LEASE, destination="orders")) as claim:
         await claim.settle({claim.attempts[0].id: RetryIn(HOUR, "failed")})
     assert await cancel(outbox) is False
     assert await routing_keys(outbox) == ["order.expired"]
@@ -288,7 +289,7 @@ async def test_a_timer_that_lies_in_a_queue_or_is_retried_there_cannot_be_cancel
 
 async def test_a_timer_in_a_relays_hands_cannot_be_cancelled_until_it_is_given_back(outbox: Outbox) -> None:
     await set_timer(outbox, eta=0)
-    async with outbox.store.claim(1, lease=LEASE) as claim:
+    async with outbox.store.feed.claim(Selection(limit=1, lease=LEASE)) as claim:
         assert len(claim.attempts) == 1
         assert await cancel(outbox) is False
     assert await cancel(outbox) is True
@@ -296,7 +297,7 @@ async def test_a_timer_in_a_relays_hands_cannot_be_cancelled_until_it_is_given_b
 
 async def test_a_timer_whose_lease_ran_out_can_be_cancelled_and_its_late_holder_is_fenced(outbox: Outbox) -> None:
     await set_timer(outbox, eta=0)
-    async with outbox.store.claim(1, lease=LEASE) as claim:
+    async with outbox.store.feed.claim(Selection(limit=1, lease=LEASE)) as claim:
         [attempt] = claim.attempts
         await let_leases_run_out(outbox)
         assert await cancel(outbox) is True
@@ -306,8 +307,8 @@ async def test_a_timer_whose_lease_ran_out_can_be_cancelled_and_its_late_holder_
 
 async def test_a_due_timer_that_nobody_listens_to_still_waits(outbox: Outbox) -> None:
     await set_timer(outbox, eta=0)
-    await outbox.store.bind([Binding("orders", "something.else")])
-    await outbox.store.route(10, {})
+    await outbox.store.queues.bind([Binding("orders", "something.else")])
+    await outbox.store.queues.route(10, {})
     assert (await outbox.backlog()).unroutable == 1
     assert await set_timer(outbox) is None
     assert await cancel(outbox) is True
@@ -369,8 +370,8 @@ async def test_a_sleeper_wakes_for_the_next_timer_and_not_at_the_next_poll(make_
     await set_timer(outbox, eta=timedelta(seconds=3))  # it sleeps before the timer is due, whatever holds it up
     async with asyncio.timeout(PATIENCE / 2):
         while True:
-            await outbox.store.wait(4 * PATIENCE)
-            async with outbox.store.claim(1, lease=LEASE) as claim:
+            await outbox.store.feed.wait(4 * PATIENCE)
+            async with outbox.store.feed.claim(Selection(limit=1, lease=LEASE)) as claim:
                 if claim.attempts:
                     break
 

@@ -158,7 +158,7 @@ async def test_a_receiver_of_ones_own_stores_and_then_acknowledges(
 
 @on_every_driver
 async def test_a_message_is_stored_once_however_often_it_comes(make_outbox: MakeOutbox, outbox: Outbox) -> None:
-    await outbox.store.bind([Binding("published_movies", "#")])
+    await outbox.store.queues.bind([Binding("published_movies", "#")])
     message = incoming()
     assert await outbox.receive("published_movies", message)
     assert not await outbox.receive("published_movies", message)
@@ -172,7 +172,7 @@ async def test_a_message_is_stored_once_however_often_it_comes(make_outbox: Make
 async def test_what_is_stored_in_a_transaction_is_stored_if_that_commits(
     outbox: Outbox, published_movies: Shelf
 ) -> None:
-    await outbox.store.bind([Binding("published_movies", "#")])
+    await outbox.store.queues.bind([Binding("published_movies", "#")])
     message = incoming()
     with pytest.raises(ZeroDivisionError):
         async with outbox.transaction() as session:

@@ -17,6 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from outbox import NEVER, Message, Outbox, listen
 from outbox.core.events import Handled
+from outbox.core.store import Selection
 from tests.seeds.databases import on_both_stores, on_sqlite
 from tests.seeds.movies import MOVIE_CREATED, incoming
 from tests.seeds.observing import Recorder, arrival, let_leases_run_out
@@ -90,7 +91,9 @@ async def test_a_message_that_waits_tells_how_often_it_was_tried_and_how_often_t
     [fresh] = await outbox.find(message.id)
     assert (fresh.state, fresh.attempt_count, fresh.crash_count, fresh.done_at) == ("delivered", 0, 0, None)
 
-    async with outbox.store.claim(1, lease=MINUTE, destination="movies") as claim:  # a worker that dies
+    async with outbox.store.feed.claim(
+        Selection(limit=1, lease=MINUTE, destination="movies")
+    ) as claim:  # a worker that dies
         assert len(claim.attempts) == 1
         await let_leases_run_out(outbox)
     [started] = await outbox.find(message.id)

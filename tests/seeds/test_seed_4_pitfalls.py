@@ -195,6 +195,7 @@ async def test_case_3_the_shipment_is_started_and_the_message_not_acknowledged(
     async def ship(number: int, session: AsyncSession) -> None:
         await session.execute(services.ship(number))
         if number == 2:
+            await eventually(lambda: 2 in counted)  # both have it in hand
             link.swallow()  # from now on the broker hears nothing of this service
             lost.set()
 

@@ -16,7 +16,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from outbox import Message, Outbox, listen
 from outbox.core.attempt import Dead, Done, RetryIn
 from outbox.core.events import Handled
-from outbox.inbound.calling import SESSION_TIME_LIMIT
+from outbox.inbound.invocation import SESSION_TIME_LIMIT
 from tests.seeds.databases import on_both_stores, on_every_driver
 from tests.seeds.movies import Shelf, incoming, tell
 from tests.seeds.observing import PATIENCE, Recorder, eventually
@@ -82,7 +82,7 @@ async def test_where_nothing_else_is_said_a_session_is_given_fifteen_seconds(
     outbox: Outbox, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert timedelta(seconds=15) == SESSION_TIME_LIMIT
-    monkeypatch.setattr("outbox.workers.SESSION_TIME_LIMIT", timedelta(seconds=SHORT))
+    monkeypatch.setattr("outbox.worker_factory.SESSION_TIME_LIMIT", timedelta(seconds=SHORT))
 
     @listen("#", queue="with a session", retry_delays=())
     async def with_a_session(movie: object, session: AsyncSession) -> None:

@@ -338,7 +338,7 @@ async def test_a_fixed_interval_is_a_list_of_equal_delays(
 async def test_the_status_counts_however_the_rest_of_the_answer_ends(
     make_http_outbox: MakeOutbox, sink: HttpSink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outbox.transports.http.exchange.BODY_WITHIN", 0.3)
+    monkeypatch.setattr("outbox.transports.http.client.BODY_WITHIN", 0.3)
     service = make_http_outbox(relay_retry_delays=())
     endings: dict[str, Callable[[int], Behaviour]] = {
         "short": lambda code: wrong_length(1000, code=code),

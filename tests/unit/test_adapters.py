@@ -220,6 +220,22 @@ def test_what_is_no_transport_is_refused_with_the_ways_to_give_one(value: Any) -
         transport_for(value)
 
 
+class Lookalike:
+    """What is a transport by its methods alone."""
+
+    name = "lookalike"
+
+    async def publish(self, messages: Any) -> Published:
+        return Published()
+
+    def consume(self, listener: Any, prefetch: int) -> Any: ...
+
+
+def test_what_only_looks_like_a_transport_is_told_to_inherit() -> None:
+    with pytest.raises(ConfigurationError, match=r"Lookalike: .*let it inherit outbox\.core\.transport\.Transport"):
+        transport_for(Lookalike())
+
+
 @pytest.mark.parametrize("url", ["", "kafka://h", "memoryx://", "MEMORY", "://", "no such thing"])
 def test_an_unknown_scheme_is_refused_with_those_there_are(url: str) -> None:
     with pytest.raises(ConfigurationError, match=r"there are: .*memory"):
@@ -264,7 +280,7 @@ def test_a_third_party_adds_a_transport_by_an_entry_point(installed: Callable[[s
 
         def make(url, defaults):
             transport = AcmeTransport()
-            transport.url = f"{url}, {defaults.exchange_name}"
+            transport.url = f"{url}, {defaults.settings['exchange_name']}"
             return transport
         """,
     )
@@ -287,6 +303,18 @@ def test_a_third_party_adds_a_store_by_an_entry_point(installed: Callable[[str, 
     )
     assert store_class("acmedb").__name__ == "AcmeStore"  # type: ignore[attr-defined]
     assert async_url("acmedb://h/d").drivername == "acmedb+aiosqlite"
+
+
+async def test_a_store_whose_dialect_sqlalchemy_does_not_know_says_what_is_missing(
+    installed: Callable[[str, str], None],
+) -> None:
+    installed(
+        "[outbox.stores]\nacmedb = acme_outbox:AcmeStore\n", "from outbox.stores.sqlite import SqliteStore as AcmeStore"
+    )
+    with pytest.raises(
+        ConfigurationError, match=r"SQLAlchemy has no dialect acmedb\+aiosqlite: .*sqlalchemy\.dialects"
+    ):
+        await Outbox(db_engine_url="acmedb+aiosqlite:///h").create_tables()
 
 
 def test_a_third_party_whose_client_is_missing_is_named(installed: Callable[[str, str], None]) -> None:

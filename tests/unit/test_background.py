@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
@@ -25,9 +26,11 @@ async def patient(shutdown: Shutdown, ready: asyncio.Event) -> None:
 
 
 async def test_work_that_fails_ends_the_block_with_its_error() -> None:
+    began = time.monotonic()
     with pytest.raises(TransportClosed, match="for good"):
         async with in_background(failing):
             await asyncio.sleep(LONG)
+    assert time.monotonic() - began < LONG / 2
     task = asyncio.current_task()
     assert task is not None and task.cancelling() == 0
     await asyncio.sleep(0)  # nothing of the cancellation is left

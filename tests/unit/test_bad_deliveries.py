@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import time
-from collections.abc import Callable, Coroutine, Generator, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -402,3 +403,28 @@ async def test_a_generator_that_a_listener_hands_back_is_not_taken_for_handled()
 
     _, [letter] = await one_outcome(lambda order: work(order))
     assert "a generator that nothing awaits" in letter.error
+
+
+async def test_a_context_manager_that_a_listener_hands_back_is_not_taken_for_handled() -> None:
+    ran: list[str] = []
+
+    @contextlib.contextmanager
+    def plain(order: object) -> Iterator[None]:
+        ran.append("plain")
+        yield
+
+    @contextlib.asynccontextmanager
+    async def in_loop(order: object) -> AsyncIterator[None]:
+        ran.append("in loop")
+        yield
+
+    def logged(function: Callable[..., object]) -> Callable[..., object]:
+        return functools.wraps(function)(lambda *arguments, **options: function(*arguments, **options))
+
+    async def returns(order: object) -> object:
+        return in_loop(order)
+
+    for listener in (logged(plain), logged(in_loop), lambda order: plain(order), returns):
+        _, [letter] = await one_outcome(listener)
+        assert "a context manager that nothing awaits" in letter.error
+    assert ran == []

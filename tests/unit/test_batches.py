@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -15,7 +15,7 @@ from sqlalchemy.orm import Session, sessionmaker
 from outbox import ConfigurationError, Listener, Message, Undecodable, listen
 from outbox.core.attempt import Released, RetryIn
 from outbox.core.durations import NO_DELAY
-from outbox.core.transport import Delivery
+from outbox.core.transport import Consumer, Delivery
 from outbox.inbound.batch_arguments import BatchArguments
 from outbox.inbound.batches import Batches, Together
 from outbox.transports.memory import MemoryTransport
@@ -294,10 +294,12 @@ async def test_what_was_kept_to_come_alone_is_given_back_at_the_end() -> None:
 async def test_a_transport_that_cannot_say_what_is_there_gives_lists_of_one() -> None:
     transport, listener = await queue_of(2)
 
-    async def one_by_one() -> AsyncIterator[Delivery]:
-        async for delivery in transport.consume(listener, 100):
-            yield delivery
+    deliveries = transport.consume(listener, 100)
 
-    batches = Batches(one_by_one(), 4)
+    class OneByOne(Consumer):
+        async def __anext__(self) -> Delivery:
+            return await anext(deliveries)
+
+    batches = Batches(OneByOne(), 4)
     assert await sizes(batches, 2) == [1, 1]
     await batches.aclose()

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from outbox.stores.begin import begin
+from outbox.stores.postgresql.connection import begin
 
 
 async def test_the_first_step_is_made_at_once_and_the_rest_by_the_task() -> None:

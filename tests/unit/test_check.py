@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from sqlalchemy.dialects import postgresql, sqlite
 
-from outbox.stores.check import NO_DEFAULT, plain_default, shape
 from outbox.stores.ddl import creation, indexes
+from outbox.stores.schema_check import NO_DEFAULT, plain_default, shape
 from outbox.stores.tables import Tables
 
 TIMER = "unique on timer_id where timer_id is not null and destination = '' and done_at is null"

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from outbox import listen
-from outbox.core.events import Event
+from outbox.core.events import Event, Recovered, Troubled
 from outbox.core.store import Routing, Wanted
 from outbox.outbound import routing as routing_module
+from outbox.outbound.relay import Relay
 from outbox.outbound.routing import Router
 from outbox.transports.database import DatabaseTransport
 
@@ -24,11 +25,14 @@ LEASE = timedelta(seconds=60)
 class Store:
     """Notes what a router asks of it."""
 
+    dead_letters = None
+
     def __init__(self, *routings: Routing) -> None:
         self.routings = list(routings)
         self.asked: list[tuple[int, Mapping[str, Wanted]]] = []
         self.announced: list[str | None] = []
         self.waits: list[float] = []
+        self.queues = self.feed = self
 
     async def route(self, limit: int, unroutable: object, wanted: Mapping[str, Wanted]) -> Routing:
         self.asked.append((limit, dict(wanted)))
@@ -60,6 +64,7 @@ class Takers:
 
     async def room(self, longest: float) -> None:
         self.waits.append(longest)
+        await asyncio.sleep(0)
 
 
 def router(store: Store, takers: Takers, patience: float = 1.0) -> Router:
@@ -126,6 +131,30 @@ async def test_a_router_does_not_hold_back_for_ever(monkeypatch: pytest.MonkeyPa
     now = 101.0
     await holding_back.round()
     assert store.asked == [(500, {})]
+
+
+async def test_a_router_that_holds_back_does_not_say_that_the_database_answers() -> None:
+    stop, takers, events = asyncio.Event(), Takers(a=1), list[Event]()
+
+    class Away(Store):
+        async def route(self, limit: int, unroutable: object, wanted: Mapping[str, Wanted]) -> Routing:
+            self.asked.append((limit, wanted))
+            takers.wanted = {}  # its outcomes cannot be written, so the queue takes no more
+            if len(self.asked) < 3:
+                raise OSError("away")
+            stop.set()
+            return Routing()
+
+    store = Away()
+    holding_back = router(store, takers, patience=0.05)
+    relay = Relay(holding_back, wait=holding_back.wait, poll_interval=0.02, observe=events.append, name="relay")
+    await asyncio.wait_for(relay.run(stop), 30)
+    assert [type(event) for event in events] == [Troubled, Troubled, Recovered]
+    assert [event.pause for event in events if isinstance(event, Troubled)] == [
+        timedelta(seconds=0.2),
+        timedelta(seconds=0.4),
+    ]
+    assert takers.waits, "it held back in between"
 
 
 async def test_room_that_comes_about_before_somebody_waits_for_it_is_not_missed() -> None:

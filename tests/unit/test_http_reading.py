@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outbox.core.message import check, check_message_ids
-from outbox.inbound.http.answer import Declined
 from outbox.inbound.http.bodies import Bodies
+from outbox.inbound.http.options import largest_request
 from outbox.inbound.http.reading import inbox_id, read
 from outbox.inbound.http.request import Request, head_of
-from outbox.inbound.http.terms import largest_request
+from outbox.inbound.http.response import Declined
 
 TEXTS = st.text(max_size=20)
 
@@ -89,7 +89,7 @@ async def test_a_path_is_read_from_where_the_application_is_mounted(
 async def test_a_header_that_counts_is_there_once(name: bytes) -> None:
     with pytest.raises(Declined, match="twice") as declined:
         await request_to("/", headers=[(name, b"1"), (name.lower(), b"1")])
-    assert declined.value.answer.status == 400
+    assert declined.value.response.status == 400
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ async def test_a_header_that_counts_is_there_once(name: bytes) -> None:
 async def test_a_length_is_believed_only_if_it_declines_the_request(length: str, status: int) -> None:
     with pytest.raises(Declined) as declined:
         await request_to("/", headers=[(b"content-length", length.encode())])
-    assert declined.value.answer.status == status
+    assert declined.value.response.status == status
     assert (await request_to("/", headers=[(b"content-length", b"1")])).body == b"{}", "what came is what counts"
 
 
@@ -115,7 +115,7 @@ async def test_later_versions_of_http_are_not_told_to_close_their_connection() -
         scope = {"method": "POST", "path": "/", "headers": [], "http_version": version}
         with pytest.raises(Declined) as declined:
             await bodies().read(scope, receive)
-        assert ("connection" in declined.value.answer.headers) is told
+        assert ("connection" in declined.value.response.headers) is told
 
 
 VALUES = st.recursive(
@@ -159,8 +159,8 @@ def test_whatever_strangers_send_is_read_or_declined(headers: Any, kind: str, bo
     try:
         messages = read(request, headers.get("webhook-id"), 100).messages
     except Declined as declined:
-        assert declined.answer.status in (400, 413, 415)
-        assert declined.answer.line
+        assert declined.response.status in (400, 413, 415)
+        assert declined.response.line
     else:
         for message in messages:
             check(message, 100)

@@ -73,6 +73,13 @@ def test_the_helpers_for_tests_need_no_pytest_and_no_driver() -> None:
     assert not {module for module in loaded if module.split(".")[0] in ["pytest", "_pytest", *DRIVERS, *CLIENTS]}
 
 
+@pytest.mark.parametrize("name", ["outbox", "outbox.testing", "outbox.testing.plugin"])
+def test_what_starts_servers_is_loaded_by_the_test_that_wants_one(name: str) -> None:
+    loaded = modules_after(f"import {name}")
+    assert name in loaded
+    assert not {module for module in loaded if module.startswith("outbox.testing.servers")}
+
+
 @pytest.mark.parametrize(
     "statement",
     [

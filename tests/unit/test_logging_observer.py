@@ -35,6 +35,7 @@ from outbox.core.events import (
     Troubled,
     Unbound,
     Unroutable,
+    Unsettled,
 )
 from outbox.core.outage import DATABASE
 from outbox.observers import Observers
@@ -117,6 +118,9 @@ CASES: list[Any] = [
         logging.WARNING,
         ["lease lost", "7", "billing", "terminal"],
         id="lost",
+    ),
+    pytest.param(
+        Unsettled("billing", ATTEMPT, Done()), logging.DEBUG, ["message-1", "billing", "comes again"], id="unsettled"
     ),
     pytest.param(CleanedUp("inbox", 40), logging.DEBUG, ["cleaned up", "40", "inbox"], id="cleaned up"),
     pytest.param(Started("worker", "transport database"), logging.INFO, ["worker", "database"], id="started"),

@@ -129,14 +129,14 @@ async def test_a_worker_whose_hands_are_full_waits_quietly(monkeypatch: pytest.M
     deliveries = transport.consume(listener(), 1)
     held = await anext(deliveries)
     looks = 0
-    take = memory.MemoryDeliveries.take
+    take = memory.MemoryConsumer.take
 
-    def counted(self: memory.MemoryDeliveries) -> MemoryDelivery | None:
+    def counted(self: memory.MemoryConsumer) -> MemoryDelivery | None:
         nonlocal looks
         looks += 1
         return take(self)
 
-    monkeypatch.setattr(memory.MemoryDeliveries, "take", counted)
+    monkeypatch.setattr(memory.MemoryConsumer, "take", counted)
     waiting = asyncio.ensure_future(anext(deliveries))
     for _ in range(100):
         await asyncio.sleep(0)

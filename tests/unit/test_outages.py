@@ -10,10 +10,12 @@ import pytest
 from sqlalchemy.exc import OperationalError, ProgrammingError
 
 from outbox import Message
+from outbox.adapters import routes_for
 from outbox.core.attempt import Attempt, Done
 from outbox.core.errors import TransportUnavailable
 from outbox.core.events import CircuitClosed, CircuitOpened, Event, Recovered, Relayed, Troubled
 from outbox.core.outage import DATABASE, TRANSPORT, Outage
+from outbox.core.transport import Defaults
 from outbox.observers.logging import LoggingObserver
 from outbox.observers.outages import AFTERMATH, AGAIN_AFTER, Outages
 
@@ -115,6 +117,58 @@ def test_a_database_that_answers_and_refuses_is_another_matter_for_each_part(log
     assert [text.partition(":")[0] for _, text in log.lines()] == ["cleanup", "relay"]
     cleanup.over()
     assert [text for _, text in log.lines()] == ["cleanup works again after 0ms"]
+
+
+def test_a_broker_that_answers_and_refuses_is_another_matter_for_each_part(log: Log) -> None:
+    consumer, copies, link = (Outage(name, TRANSPORT, log) for name in ("consumer of a", "copies for b", "publisher"))
+    consumer.struck(TransportUnavailable("no queue 'a'"), SOON, answered=True)
+    log.now += 30
+    for _ in range(2):
+        copies.struck(TransportUnavailable("the queue takes no more"), SOON, answered=True)
+        link.struck(TransportUnavailable("away"), SOON)
+    assert [text.partition(":")[0] for _, text in log.lines()] == ["consumer of a", "copies for b", "publisher"]
+    log.now += 5
+    link.over()
+    assert [text for _, text in log.lines()] == ["publisher works again after 5s"]
+    consumer.over()
+    copies.over()
+    assert [text for _, text in log.lines()] == [
+        "consumer of a works again after 35s",
+        "copies for b works again after 5s",
+    ]
+
+
+def test_a_part_that_was_refused_and_then_cut_off_has_both_behind_it_when_it_works(log: Log) -> None:
+    consumer = Outage("consumer of a", TRANSPORT, log)
+    consumer.struck(TransportUnavailable("no queue 'a'"), SOON, answered=True)
+    consumer.struck(TransportUnavailable("away"), SOON)
+    assert len(log.lines()) == 2
+    log.now += 5
+    consumer.over()
+    assert [text for _, text in log.lines()] == ["consumer of a works again after 5s"]
+    log.now += AFTERMATH
+    consumer.struck(TransportUnavailable("no queue 'a'"), SOON, answered=True)
+    [(_, text)] = log.lines()
+    assert text.endswith("again in 1s"), "a new one, and not the first for 15 s now"
+
+
+async def test_an_outage_of_a_route_to_rabbitmq_is_one_line_under_its_own_name(log: Log) -> None:
+    addresses = [f"amqp://127.0.0.1:{port}/" for port in (1, 2)]
+    routes = routes_for({str(number): url for number, url in enumerate(addresses)}, Defaults(observe=log)).routes
+    relays = [Outage(f"relay to {route.name}", route.name, log) for route in routes]
+    for route, relay in zip(routes, relays, strict=True):
+        await route.transport.open()  # nothing listens there
+        relay.struck(TransportUnavailable("away"), SOON)
+    lines = log.lines()
+    assert [level for level, _ in lines] == ["ERROR", "ERROR"]
+    for address, (_, text) in zip(addresses, lines, strict=True):
+        assert text.startswith(f"RabbitMQ publisher of {address}: ")
+    relays[0].over()
+    assert [text for _, text in log.lines()] == [f"relay to {addresses[0]} works again after 0ms"]
+    relays[1].over()
+    assert [text for _, text in log.lines()] == [f"relay to {addresses[1]} works again after 0ms"]
+    for route in routes:
+        await route.transport.close()
 
 
 def test_a_destination_is_a_line_when_it_is_left_alone_and_one_when_it_answers(log: Log) -> None:

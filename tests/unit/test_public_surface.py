@@ -47,7 +47,7 @@ def test_a_public_name_says_in_a_sentence_what_it_is(name: str) -> None:
 def public_methods(owner: type) -> list[Any]:
     return [
         pytest.param(value, id=f"{owner.__name__}.{name}")
-        for name, value in vars(owner).items()
+        for name, value in inspect.getmembers_static(owner)
         if not name.startswith("_") and (inspect.isfunction(value) or isinstance(value, classmethod))
     ]
 

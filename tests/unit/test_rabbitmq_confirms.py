@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outbox.core.landing import Landing
+from outbox.core.settlement import Settlement
 from outbox.transports.rabbitmq.acknowledging import Acknowledgements
-from outbox.transports.rabbitmq.confirms import Answer, Confirms, Outgoing, Window
+from outbox.transports.rabbitmq.confirms import BrokerAnswer, Confirms, Outgoing, Window
 
 
 def batch(*ids: str, routing_key: str = "k") -> list[Outgoing]:
@@ -20,11 +20,11 @@ def batch(*ids: str, routing_key: str = "k") -> list[Outgoing]:
 async def test_an_acknowledgement_counts_for_its_own_publish_alone() -> None:
     confirms = Confirms()
     first, second = confirms.expect(batch("a", "b", "c")), confirms.expect(batch("d"))
-    confirms.answered(2, False, Answer.CONFIRMED)
-    assert first.answers == [Answer.UNKNOWN, Answer.CONFIRMED, Answer.UNKNOWN]
-    confirms.answered(4, True, Answer.CONFIRMED)
-    assert first.answers == [Answer.CONFIRMED] * 3
-    assert second.answers == [Answer.CONFIRMED]
+    confirms.answered(2, False, BrokerAnswer.CONFIRMED)
+    assert first.answers == [BrokerAnswer.UNKNOWN, BrokerAnswer.CONFIRMED, BrokerAnswer.UNKNOWN]
+    confirms.answered(4, True, BrokerAnswer.CONFIRMED)
+    assert first.answers == [BrokerAnswer.CONFIRMED] * 3
+    assert second.answers == [BrokerAnswer.CONFIRMED]
     assert first.done.done() and second.done.done()
 
 
@@ -33,8 +33,8 @@ async def test_a_publish_that_was_returned_is_not_confirmed_by_its_acknowledgeme
     window = confirms.expect([*batch("a", "b"), *batch("b", routing_key="other")])
     confirms.returned("e", "other", "b")
     confirms.returned("e", "k", "nobody's")
-    confirms.answered(3, True, Answer.CONFIRMED)
-    assert window.answers == [Answer.CONFIRMED, Answer.CONFIRMED, Answer.RETURNED]
+    confirms.answered(3, True, BrokerAnswer.CONFIRMED)
+    assert window.answers == [BrokerAnswer.CONFIRMED, BrokerAnswer.CONFIRMED, BrokerAnswer.RETURNED]
 
 
 async def test_of_two_publishes_of_one_message_each_return_counts_once() -> None:
@@ -42,26 +42,26 @@ async def test_of_two_publishes_of_one_message_each_return_counts_once() -> None
     window = confirms.expect(batch("a", "a"))
     confirms.returned("e", "k", "a")
     confirms.returned("e", "k", "a")
-    confirms.answered(2, True, Answer.CONFIRMED)
-    assert window.answers == [Answer.RETURNED, Answer.RETURNED]
+    confirms.answered(2, True, BrokerAnswer.CONFIRMED)
+    assert window.answers == [BrokerAnswer.RETURNED, BrokerAnswer.RETURNED]
 
 
 async def test_a_rejection_is_none_of_the_others_business() -> None:
     confirms = Confirms()
     window = confirms.expect(batch("a", "b", "c"))
-    confirms.answered(2, False, Answer.REJECTED)
-    confirms.answered(3, True, Answer.CONFIRMED)
-    assert window.answers == [Answer.CONFIRMED, Answer.REJECTED, Answer.CONFIRMED]
+    confirms.answered(2, False, BrokerAnswer.REJECTED)
+    confirms.answered(3, True, BrokerAnswer.CONFIRMED)
+    assert window.answers == [BrokerAnswer.CONFIRMED, BrokerAnswer.REJECTED, BrokerAnswer.CONFIRMED]
 
 
 async def test_what_has_no_answer_at_the_end_is_unknown() -> None:
     confirms = Confirms()
     window = confirms.expect(batch("a", "b"))
-    confirms.answered(1, False, Answer.CONFIRMED)
-    confirms.answered(99, False, Answer.CONFIRMED)
+    confirms.answered(1, False, BrokerAnswer.CONFIRMED)
+    confirms.answered(99, False, BrokerAnswer.CONFIRMED)
     confirms.end()
     assert window.done.done()
-    assert window.answers == [Answer.CONFIRMED, Answer.UNKNOWN]
+    assert window.answers == [BrokerAnswer.CONFIRMED, BrokerAnswer.UNKNOWN]
 
 
 @given(
@@ -75,18 +75,18 @@ def test_every_publish_has_the_first_answer_that_was_meant_for_it(
         confirms = Confirms()
         windows = [confirms.expect(batch(*map(str, range(size)))) for size in sizes]
         for tag, multiple, positive in answers:
-            confirms.answered(tag, multiple, Answer.CONFIRMED if positive else Answer.REJECTED)
+            confirms.answered(tag, multiple, BrokerAnswer.CONFIRMED if positive else BrokerAnswer.REJECTED)
         return windows
 
-    expected = dict.fromkeys(range(1, sum(sizes) + 1), Answer.UNKNOWN)
+    expected = dict.fromkeys(range(1, sum(sizes) + 1), BrokerAnswer.UNKNOWN)
     for tag, multiple, positive in answers:
         for each in range(1, tag + 1) if multiple else [tag]:
-            if expected.get(each) is Answer.UNKNOWN:
-                expected[each] = Answer.CONFIRMED if positive else Answer.REJECTED
+            if expected.get(each) is BrokerAnswer.UNKNOWN:
+                expected[each] = BrokerAnswer.CONFIRMED if positive else BrokerAnswer.REJECTED
     windows = asyncio.run(answered())
     assert [answer for window in windows for answer in window.answers] == list(expected.values())
     for window in windows:
-        assert window.done.done() == (Answer.UNKNOWN not in window.answers)
+        assert window.done.done() == (BrokerAnswer.UNKNOWN not in window.answers)
 
 
 class Broker:
@@ -118,7 +118,7 @@ def test_what_is_settled_is_acknowledged_and_nothing_else(
     order: list[int], given_back: set[int], left_open: set[int], pauses: list[float]
 ) -> None:
     broker, acknowledgements = Broker(12), Acknowledgements()
-    landings: dict[int, Landing] = {}
+    landings: dict[int, Settlement] = {}
     now = 0.0
     for tag, pause in zip(order, pauses, strict=True):
         now += pause
@@ -128,11 +128,11 @@ def test_what_is_settled_is_acknowledged_and_nothing_else(
             acknowledgements.settled(tag)
             broker.take_back(tag)
         else:
-            landings[tag] = Landing()
+            landings[tag] = Settlement()
             acknowledgements.done(tag, landings[tag], now)
         words = acknowledgements.words(now)
         broker.hear(words.acks)
-        for landing in words.landings:
+        for landing in words.settlements:
             landing.set_result(True)
         assert broker.acknowledged == {tag for tag, landing in landings.items() if landing.done()}
         assert broker.acknowledged <= set(landings)
@@ -145,7 +145,7 @@ def test_what_is_settled_is_acknowledged_and_nothing_else(
 
 def test_whoever_waits_is_let_go_when_the_channel_ends() -> None:
     acknowledgements = Acknowledgements()
-    first, third = Landing(), Landing()
+    first, third = Settlement(), Settlement()
     acknowledgements.done(1, first, 0.0)
     acknowledgements.done(3, third, 0.0)
     assert acknowledgements.abandon() == [first, third]

@@ -8,9 +8,9 @@ import pytest
 from pamqp import commands
 
 from outbox.core.listener import Listener
-from outbox.transports.rabbitmq.appetite import Appetite
-from outbox.transports.rabbitmq.properties import Envelope
-from outbox.transports.rabbitmq.suspects import Suspects, Verdict
+from outbox.transports.rabbitmq.envelope import Envelope
+from outbox.transports.rabbitmq.poison import PoisonSuspects, Verdict
+from outbox.transports.rabbitmq.prefetching import ConsumerPrefetch
 
 KEY = ("queue", "id")
 
@@ -24,54 +24,54 @@ def listener(max_crashes: int = 3) -> Listener:
     return Listener("#", print, queue="queue", max_crashes=max_crashes)
 
 
-def handled(appetite: Appetite, within: float, now: float) -> float:
+def handled(prefetch: ConsumerPrefetch, within: float, now: float) -> float:
     """A whole prefetch, handled in so many seconds; what time it is then."""
-    for _ in range(appetite.prefetch):
-        appetite.digested(now + within)
+    for _ in range(prefetch.prefetch):
+        prefetch.settled(now + within)
     return now + within
 
 
 async def test_a_listener_that_is_quick_takes_more_and_one_that_is_slow_less() -> None:
-    appetite = Appetite(at_work=10, most=1000, now=0.0)
-    assert appetite.prefetch == 20
-    now = handled(appetite, 0.05, 0.0)
-    assert (appetite.prefetch, appetite.changed.is_set()) == (80, True)
-    appetite.changed.clear()
-    now = handled(appetite, 0.5, now)
-    assert (appetite.prefetch, appetite.changed.is_set()) == (80, False)
+    prefetch = ConsumerPrefetch(at_work=10, most=1000, now=0.0)
+    assert prefetch.prefetch == 20
+    now = handled(prefetch, 0.05, 0.0)
+    assert (prefetch.prefetch, prefetch.changed.is_set()) == (80, True)
+    prefetch.changed.clear()
+    now = handled(prefetch, 0.5, now)
+    assert (prefetch.prefetch, prefetch.changed.is_set()) == (80, False)
     for _ in range(10):
-        now = handled(appetite, 0.01, now)
-    assert appetite.prefetch == 500
+        now = handled(prefetch, 0.01, now)
+    assert prefetch.prefetch == 500
     for _ in range(10):
-        now = handled(appetite, 5.0, now)
-    assert appetite.prefetch == 20
+        now = handled(prefetch, 5.0, now)
+    assert prefetch.prefetch == 20
 
 
 @pytest.mark.parametrize("most", [1, 2, 15])
 async def test_it_never_takes_more_than_it_may(most: int) -> None:
-    appetite = Appetite(at_work=10, most=most, now=0.0)
-    now = handled(appetite, 0.01, 0.0)
-    handled(appetite, 0.01, now)
-    assert appetite.prefetch == most
+    prefetch = ConsumerPrefetch(at_work=10, most=most, now=0.0)
+    now = handled(prefetch, 0.01, 0.0)
+    handled(prefetch, 0.01, now)
+    assert prefetch.prefetch == most
 
 
 async def test_messages_that_wait_to_be_tried_take_up_no_prefetch() -> None:
-    appetite = Appetite(at_work=10, most=1000, now=0.0)
-    appetite.waiting(10)
-    assert (appetite.in_hand, appetite.changed.is_set()) == (20, False)  # half of it is for others
+    prefetch = ConsumerPrefetch(at_work=10, most=1000, now=0.0)
+    prefetch.waiting(10)
+    assert (prefetch.in_flight, prefetch.changed.is_set()) == (20, False)  # half of it is for others
     grown: list[int] = []
     for waiting in range(11, 1000):
-        appetite.waiting(waiting)
-        assert appetite.in_hand - waiting >= 10
-        if appetite.changed.is_set():
-            grown.append(appetite.in_hand)
-            appetite.changed.clear()
+        prefetch.waiting(waiting)
+        assert prefetch.in_flight - waiting >= 10
+        if prefetch.changed.is_set():
+            grown.append(prefetch.in_flight)
+            prefetch.changed.clear()
     assert len(grown) < 12, "each growth is a further consumer"
     for waiting in range(1000, 0, -1):
-        appetite.waiting(waiting)
-    assert not appetite.changed.is_set()
-    appetite.waiting(0)
-    assert (appetite.in_hand, appetite.changed.is_set()) == (20, True)
+        prefetch.waiting(waiting)
+    assert not prefetch.changed.is_set()
+    prefetch.waiting(0)
+    assert (prefetch.in_flight, prefetch.changed.is_set()) == (20, True)
 
 
 @pytest.mark.parametrize(
@@ -83,37 +83,37 @@ async def test_messages_that_wait_to_be_tried_take_up_no_prefetch() -> None:
         ({"x_delivery_count": 9}, 3, (Verdict.SUSPECT, 2)),
         ({"x_delivery_count": 1}, 1, (Verdict.SUSPECT, 0)),
         ({"x_delivery_count": 9, "outbox_crashes": 2}, 3, (Verdict.SUSPECT, 2)),
-        ({"outbox_crashes": 3}, 3, (Verdict.CONDEMNED, 3)),
-        ({"outbox_crashes": 2, "outbox_on_trial": True}, 3, (Verdict.ON_TRIAL, 2)),
-        ({"x_delivery_count": 1, "outbox_crashes": 2, "outbox_on_trial": True}, 3, (Verdict.CONDEMNED, 3)),
-        ({"x_delivery_count": 1, "outbox_crashes": 0, "outbox_on_trial": True}, 1, (Verdict.CONDEMNED, 1)),
+        ({"outbox_crashes": 3}, 3, (Verdict.DEAD, 3)),
+        ({"outbox_crashes": 2, "outbox_on_trial": True}, 3, (Verdict.ISOLATED, 2)),
+        ({"x_delivery_count": 1, "outbox_crashes": 2, "outbox_on_trial": True}, 3, (Verdict.DEAD, 3)),
+        ({"x_delivery_count": 1, "outbox_crashes": 0, "outbox_on_trial": True}, 1, (Verdict.DEAD, 1)),
     ],
 )
 def test_only_a_crash_in_its_trial_condemns_a_message(
     headers: dict[str, Any], max_crashes: int, expected: tuple[Verdict, int]
 ) -> None:
-    assert Suspects().judge(envelope(**headers), KEY, listener(max_crashes)) == expected
+    assert PoisonSuspects().judge(envelope(**headers), KEY, listener(max_crashes)) == expected
 
 
 def test_a_lost_channel_is_no_crash() -> None:
-    suspects = Suspects()
-    suspects.forgive(envelope(x_delivery_count=1), KEY)
+    suspects = PoisonSuspects()
+    suspects.clear(envelope(x_delivery_count=1), KEY)
     assert suspects.judge(envelope(x_delivery_count=2), KEY, listener()) == (Verdict.TRUSTED, 0)
     assert suspects.judge(envelope(x_delivery_count=2), ("another", "id"), listener()) == (Verdict.SUSPECT, 2)
     tried = {"outbox_crashes": 2, "outbox_on_trial": True}
-    assert suspects.judge(envelope(x_delivery_count=2, **tried), KEY, listener()) == (Verdict.ON_TRIAL, 2)
+    assert suspects.judge(envelope(x_delivery_count=2, **tried), KEY, listener()) == (Verdict.ISOLATED, 2)
 
 
 def test_a_channel_that_is_lost_during_a_trial_is_no_crash() -> None:
-    suspects = Suspects()
-    suspects.forgive_trial(envelope(outbox_crashes=3), KEY)
+    suspects = PoisonSuspects()
+    suspects.clear_isolated(envelope(outbox_crashes=3), KEY)
     assert suspects.judge(envelope(outbox_crashes=3), KEY, listener()) == (Verdict.SUSPECT, 2)
-    assert suspects.judge(envelope(outbox_crashes=3), ("another", "id"), listener()) == (Verdict.CONDEMNED, 3)
-    assert suspects.judge(envelope(outbox_crashes=4), KEY, listener()) == (Verdict.CONDEMNED, 4)
+    assert suspects.judge(envelope(outbox_crashes=3), ("another", "id"), listener()) == (Verdict.DEAD, 3)
+    assert suspects.judge(envelope(outbox_crashes=4), KEY, listener()) == (Verdict.DEAD, 4)
 
 
 async def test_one_suspect_is_tried_at_a_time() -> None:
-    suspects = Suspects()
+    suspects = PoisonSuspects()
     sent: list[str] = []
 
     def turn(name: str, is_there: bool = True) -> bool:

@@ -16,18 +16,13 @@ from pamqp.header import ContentHeader
 
 from outbox.core.attempt import Attempt, Dead, Reason
 from outbox.core.errors import Undecodable
+from outbox.core.history import LONGEST_HISTORY
 from outbox.core.message import Message
-from outbox.transports.rabbitmq.channels import Incoming
-from outbox.transports.rabbitmq.letters import read
-from outbox.transports.rabbitmq.properties import (
-    ATTEMPT,
-    LONGEST_HISTORY,
-    MOST_COUNTED,
-    Envelope,
-    Unsendable,
-    after_failure,
-    of_dead_letter,
-)
+from outbox.transports.rabbitmq.channel import Incoming
+from outbox.transports.rabbitmq.copies import after_failure, of_dead_letter
+from outbox.transports.rabbitmq.dead_letters.letter import read
+from outbox.transports.rabbitmq.envelope import Envelope
+from outbox.transports.rabbitmq.headers import ATTEMPT, MOST_COUNTED, Unsendable
 from outbox.transports.rabbitmq.sending import encoded
 from outbox.transports.rabbitmq.topology import LONGEST_DELAY
 
@@ -182,6 +177,7 @@ def test_returns_are_counted_by_the_broker_whatever_it_calls_them() -> None:
         {"x-outbox-tracking-ids": "one"},
         {"x-outbox-tracking-ids": '"one"'},
         {"x-outbox-tracking-ids": "[1]"},
+        {"x-outbox-tracking-ids": '["\\ud800"]'},
         {"x-outbox-tracking-ids": "[" * 100_000},
         {"x-outbox-tracking-ids": 1},
         {"x-original-routing-key": 1},

@@ -13,10 +13,10 @@ import aio_pika
 import pytest
 from aio_pika.exceptions import AMQPError, ChannelClosed
 
-from outbox.testing.ladder import installed
-from outbox.testing.private_server import descendants
-from outbox.testing.rabbitmq import RabbitMQ
 from outbox.testing.servers import GivenServer, ServerFailed, ServerMissing, rabbitmq
+from outbox.testing.servers.ladder import installed
+from outbox.testing.servers.private_server import descendants
+from outbox.testing.servers.rabbitmq_server import RabbitMQ
 from tests.broker import VirtualHost
 from tests.unit.test_servers import LONG, wait_until_empty
 

@@ -1,4 +1,4 @@
-"""Suspects of one channel: whatever becomes of a trial, the next one is tried."""
+"""PoisonSuspects of one channel: whatever becomes of a trial, the next one is tried."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from pamqp import commands
 
 from outbox.core.attempt import Released
 from outbox.core.listener import Listener
-from outbox.transports.rabbitmq import suspects as suspects_module
-from outbox.transports.rabbitmq.channels import Incoming
-from outbox.transports.rabbitmq.consuming import RabbitmqDeliveries, Tray
-from outbox.transports.rabbitmq.suspects import Suspects
+from outbox.transports.rabbitmq import poison
+from outbox.transports.rabbitmq.channel import Incoming
+from outbox.transports.rabbitmq.consumer import RabbitmqConsumer
+from outbox.transports.rabbitmq.poison import PoisonSuspects
+from outbox.transports.rabbitmq.unacknowledged import Unacknowledged
 
 LONG = 10.0  # seconds that no test waits
 
@@ -38,7 +39,7 @@ class Channel:
         self.ended.set_result(None)
 
 
-class Courier:
+class Republisher:
     """Confirms when it is told to."""
 
     def __init__(self) -> None:
@@ -60,34 +61,36 @@ class Consumer:
     """The deliveries of one queue, by channels that exist nowhere."""
 
     def __init__(self) -> None:
-        self.suspects = Suspects()
-        self.courier = Courier()
-        self._tags: dict[Tray, int] = {}
-        self.deliveries = RabbitmqDeliveries(
+        self.suspects = PoisonSuspects()
+        self.republisher = Republisher()
+        self._tags: dict[Unacknowledged, int] = {}
+        self.deliveries = RabbitmqConsumer(
             Listener("#", print, queue="queue", concurrency=1000),
             "queue",
             2000,
-            link=cast(Any, None),
-            courier=cast(Any, self.courier),
+            supervised=cast(Any, None),
+            republisher=cast(Any, self.republisher),
             suspects=self.suspects,
             declare=cast(Any, None),
             observe=lambda event: None,
-            trays=set(),
+            all_unacknowledged=set(),
         )
         self.deliveries._preparing = asyncio.get_running_loop().create_future()  # type: ignore[assignment]
         self.deliveries._preparing.set_result(None)
-        self.deliveries.trial_queue._is_refused = True  # so that copies go by the listener's queue
+        self.deliveries._isolation_queue._is_refused = True  # so that copies go by the listener's queue
 
-    def channel(self) -> tuple[Channel, Tray]:
+    def channel(self) -> tuple[Channel, Unacknowledged]:
         channel = Channel()
-        tray = self.deliveries._tray = Tray(cast(Any, channel), self.deliveries)
-        return channel, tray
+        unacknowledged = self.deliveries._current = Unacknowledged(
+            cast(Any, channel), self.deliveries._consumed, self.deliveries
+        )
+        return channel, unacknowledged
 
-    def delivered(self, tray: Tray, id: str, **headers: object) -> None:
+    def delivered(self, unacknowledged: Unacknowledged, id: str, **headers: object) -> None:
         named = {name.replace("_", "-"): value for name, value in headers.items()}
-        self._tags[tray] = tag = self._tags.get(tray, 0) + 1
+        self._tags[unacknowledged] = tag = self._tags.get(unacknowledged, 0) + 1
         properties = commands.Basic.Properties(message_id=id, headers=cast(Any, named)).marshal()
-        tray.take(Incoming(tag, True, "", "key", "consumer", properties, b""))
+        unacknowledged.take(Incoming(tag, True, "", "key", "consumer", properties, b""))
 
     def taken(self) -> str | None:
         delivery = self.deliveries.take()
@@ -96,73 +99,73 @@ class Consumer:
 
 async def test_a_channel_that_is_lost_during_a_trial_keeps_no_suspect_from_its_own() -> None:
     consumer = Consumer()
-    channel, tray = consumer.channel()
+    channel, unacknowledged = consumer.channel()
     for id in ("first", "second"):
-        consumer.delivered(tray, id, x_delivery_count=2)
+        consumer.delivered(unacknowledged, id, x_delivery_count=2)
     first = consumer.deliveries.take()
     assert first is not None
     starting = asyncio.create_task(first.start())
     await asyncio.sleep(0.01)
-    consumer.delivered(tray, "first", outbox_crashes=2, outbox_on_trial=True)
+    consumer.delivered(unacknowledged, "first", outbox_crashes=2, outbox_on_trial=True)
     assert await asyncio.wait_for(starting, LONG) is not None
     channel.ended.set_result(None)
     await asyncio.sleep(0)
-    _, tray = consumer.channel()
-    consumer.delivered(tray, "third", x_delivery_count=2)
+    _, unacknowledged = consumer.channel()
+    consumer.delivered(unacknowledged, "third", x_delivery_count=2)
     assert consumer.taken() == "third"
 
 
 async def test_a_copy_that_is_confirmed_late_and_goes_elsewhere_keeps_no_suspect_from_its_trial(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(suspects_module, "RESERVED_FOR", 0.05)
+    monkeypatch.setattr(poison, "RESERVED_FOR", 0.05)
     consumer = Consumer()
-    _, tray = consumer.channel()
+    _, unacknowledged = consumer.channel()
     for id in ("first", "second"):
-        consumer.delivered(tray, id, x_delivery_count=2)
+        consumer.delivered(unacknowledged, id, x_delivery_count=2)
     first = consumer.deliveries.take()
     assert first is not None
-    consumer.courier.confirms.clear()
+    consumer.republisher.confirms.clear()
     assert await first.start() is None  # no copy came in time
-    consumer.courier.confirms.set()
+    consumer.republisher.confirms.set()
     await asyncio.sleep(0.2)
     assert consumer.taken() == "second"
 
 
 async def test_a_copy_that_comes_before_it_is_confirmed_keeps_its_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suspects_module, "RESERVED_FOR", 0.05)
+    monkeypatch.setattr(poison, "RESERVED_FOR", 0.05)
     consumer = Consumer()
-    _, tray = consumer.channel()
+    _, unacknowledged = consumer.channel()
     for id in ("first", "second"):
-        consumer.delivered(tray, id, x_delivery_count=2)
+        consumer.delivered(unacknowledged, id, x_delivery_count=2)
     first = consumer.deliveries.take()
     assert first is not None
-    consumer.courier.confirms.clear()
+    consumer.republisher.confirms.clear()
     starting = asyncio.create_task(first.start())
     await asyncio.sleep(0.01)
-    consumer.delivered(tray, "first", outbox_crashes=2, outbox_on_trial=True)
+    consumer.delivered(unacknowledged, "first", outbox_crashes=2, outbox_on_trial=True)
     assert await asyncio.wait_for(starting, LONG) is not None
-    consumer.courier.confirms.set()
+    consumer.republisher.confirms.set()
     await asyncio.sleep(0.2)
     assert consumer.taken() is None
 
 
 async def test_any_number_of_suspects_is_given_back_at_the_end() -> None:
     consumer = Consumer()
-    _, tray = consumer.channel()
+    _, unacknowledged = consumer.channel()
     for number in range(500):
-        consumer.delivered(tray, str(number), x_delivery_count=2)
+        consumer.delivered(unacknowledged, str(number), x_delivery_count=2)
     await asyncio.wait_for(consumer.deliveries.aclose(), LONG)
     await asyncio.sleep(0.1)
-    assert tray.idle
+    assert unacknowledged.idle
 
 
 async def test_a_suspect_that_no_worker_takes_keeps_no_other_from_its_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suspects_module, "TAKEN_WITHIN", 0.05)
+    monkeypatch.setattr(poison, "TAKEN_WITHIN", 0.05)
     consumer = Consumer()
-    _, tray = consumer.channel()
+    _, unacknowledged = consumer.channel()
     for id in ("first", "second"):
-        consumer.delivered(tray, id, x_delivery_count=2)
+        consumer.delivered(unacknowledged, id, x_delivery_count=2)
     await asyncio.sleep(0.08)
     first, second = consumer.deliveries.take(), consumer.deliveries.take()
     assert first is not None
@@ -170,18 +173,18 @@ async def test_a_suspect_that_no_worker_takes_keeps_no_other_from_its_trial(monk
     starting = asyncio.create_task(first.start())  # it is the second one's turn, but that one waits
     await asyncio.sleep(0.01)
     assert await second.start() is None  # not while a copy of another one is under way
-    consumer.delivered(tray, "first", outbox_crashes=2, outbox_on_trial=True)
+    consumer.delivered(unacknowledged, "first", outbox_crashes=2, outbox_on_trial=True)
     assert await asyncio.wait_for(starting, LONG) is not None
 
 
 async def test_without_a_delay_a_suspect_that_waited_in_vain_is_held_and_then_given_back() -> None:
     consumer = Consumer()
-    _, tray = consumer.channel()
-    consumer.delivered(tray, "first", x_delivery_count=2)
+    _, unacknowledged = consumer.channel()
+    consumer.delivered(unacknowledged, "first", x_delivery_count=2)
     first = consumer.deliveries.take()
     assert first is not None
     first.settle(Released(timedelta(seconds=0.1)))
     await asyncio.sleep(0.05)
-    assert not tray.idle
+    assert not unacknowledged.idle
     await asyncio.sleep(0.1)
-    assert tray.idle
+    assert unacknowledged.idle

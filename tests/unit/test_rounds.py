@@ -22,6 +22,7 @@ class Rounds:
     """Work that says how each of its rounds ends; the last one ends the relay. A full batch is five."""
 
     batch_size = 5
+    asked = True
 
     def __init__(self, *rounds: int | Exception) -> None:
         self.left = list(rounds)
@@ -79,6 +80,7 @@ async def test_a_stop_ends_the_pause_after_an_error_at_once(monkeypatch: pytest.
 
     class Failing:
         batch_size = 1
+        asked = True
 
         async def round(self) -> int:
             asyncio.get_running_loop().call_soon(stop.set)
@@ -241,11 +243,32 @@ async def test_a_batch_that_is_not_full_is_followed_by_none() -> None:
     assert batches.most_under_way == 1
 
 
+async def test_a_publisher_that_took_anything_claims_again_before_it_sleeps() -> None:
+    batches = Batches(1, 1, 0, 5)
+    await batches.relay()
+    assert batches.pauses == pytest.approx([0.05])
+
+
 async def test_a_batch_that_fails_cuts_no_other() -> None:
     batches = Batches(5, OSError("away"), 5, 0, 0)
     await batches.relay()
     assert batches.errors == ["away"]
     assert (batches.under_way, batches.left) == (0, [])
+
+
+async def test_after_an_error_a_whole_batch_ends_no_outage_before_anything_is_claimed() -> None:
+    class Settled(Batches):
+        """The database goes away while batches wait for answers, and is away for two rounds more."""
+
+        async def answers(self, count: int) -> None:
+            await super().answers(count)
+            if self.left:
+                raise OSError("away while settling")
+
+    batches = Settled(5, 5, OSError("away"), OSError("still away"), 0)
+    await batches.relay()
+    assert batches.errors == ["away while settling", "away", "still away"]
+    assert [type(event) for event in batches.events] == [Troubled, Troubled, Troubled, Recovered]
 
 
 async def test_a_stop_begins_no_further_batch() -> None:

@@ -10,6 +10,7 @@ import pytest
 from outbox import ConfigurationError, Message, Outbox
 from outbox.adapters import routes_for
 from outbox.core.binding import LONGEST_KEY
+from outbox.core.transport import Defaults
 from outbox.settings import Settings
 from outbox.transports.function import FunctionTransport
 from outbox.transports.memory import MemoryTransport
@@ -48,7 +49,7 @@ def test_a_function_gives_its_route_its_own_name() -> None:
 
 @pytest.mark.parametrize("function", [partial(billing), lambda message: billing(message)], ids=["partial", "lambda"])
 def test_a_function_without_a_name_cannot_be_a_route(function: Any) -> None:
-    with pytest.raises(ConfigurationError, match="without a name"):
+    with pytest.raises(ConfigurationError, match="has no name: write a function with `async def`"):
         route_name(function, FunctionTransport(function))
 
 
@@ -112,3 +113,15 @@ def test_secrets_in_routes_are_not_shown() -> None:
 def test_routes_to_nowhere_are_not_taken_for_the_database(given: tuple[dict[str, object], dict[str, str]]) -> None:
     with pytest.raises(ConfigurationError, match="routes names no destination"):
         Settings.of(*given)
+
+
+@pytest.mark.parametrize(
+    ("second", "interface"),
+    [("amqp://guest@one/other", "http://one:15672"), ("amqp://guest@two/", "")],
+    ids=["one broker", "two brokers"],
+)
+def test_the_interface_of_one_broker_is_not_asked_about_another(second: str, interface: str) -> None:
+    defaults = Defaults(settings={"rabbitmq_management_url": "http://one:15672"})
+    routes = routes_for({"a": "amqp://guest@one/", "b": second, "c": "https://shop.example"}, defaults).routes
+    asked = [getattr(route.transport, "_management_url", None) for route in routes]
+    assert asked == [interface, interface, None]

@@ -9,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outbox import Message
+from outbox.core.message import LARGEST_HEADERS, check, check_message_ids
+from outbox.core.tracking import MOST_IDS
 from outbox.stores.rows import (
     CLAIMED,
     as_attempts,
@@ -63,6 +65,16 @@ MESSAGE = Message(routing_key="order.created", body=b"{}", created_at=NOW)
 def test_a_message_comes_back_from_its_row_unchanged(message: Message) -> None:
     assert as_message(row_of(message)) == message
     assert as_message(row_of(message)).id == message.id
+
+
+def test_the_longest_headers_and_ids_that_emit_takes_are_read_from_a_row() -> None:
+    name, value = "n" * 24, "é" * 500
+    headers = {f"{name}{number:02}"[-24:]: value for number in range(LARGEST_HEADERS // 1024)}
+    ids = tuple(f"{number:03}{'é' * 126}" for number in range(MOST_IDS))
+    message = Message(routing_key="a", body=b"", headers=headers, tracking_ids=ids)
+    check(message)
+    check_message_ids(message)
+    assert as_message(row_of(message)) == message
 
 
 def test_a_row_without_headers_or_earlier_ids_holds_nothing_for_them() -> None:

@@ -13,10 +13,9 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from outbox.testing import debian
-from outbox.testing.ladder import Absent, find, from_wheel, installed, kept
-from outbox.testing.programs import Programs, account
-from outbox.testing.servers import GivenServer, PgBouncer, PostgreSQL, ServerFailed, ServerMissing, postgresql
+from outbox.testing.servers import GivenServer, PgBouncer, PostgreSQL, ServerFailed, ServerMissing, debian, postgresql
+from outbox.testing.servers.ladder import Absent, find, from_wheel, installed, kept
+from outbox.testing.servers.programs import Programs, account
 
 LONG = 60.0  # seconds after which a test is lost
 

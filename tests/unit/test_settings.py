@@ -19,7 +19,8 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from outbox import IMMEDIATELY, NEVER, ConfigurationError, Message, Outbox, OutboxError, RetryPolicy
 from outbox.core.webhooks import Secrets
-from outbox.settings import PREFIX, Settings
+from outbox.environment import PREFIX
+from outbox.settings import Settings
 from outbox.transports.http import HttpTransport
 from outbox.transports.memory import MemoryTransport
 
@@ -354,7 +355,7 @@ def test_an_engine_names_the_service_as_its_url_does() -> None:
 
 
 def test_a_process_configured_by_its_environment_needs_no_setup() -> None:
-    script = "import outbox; print(outbox.outbox.settings.table_name, outbox.outbox.store.messages.name)"
+    script = "import outbox; print(outbox.outbox.settings.table_name, outbox.outbox.store.tables.messages.name)"
     environment = os.environ | {"OUTBOX_DB_ENGINE_URL": "sqlite://", "OUTBOX_TABLE_NAME": "shop"}
     ran = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60)
     assert (ran.stdout.strip(), ran.returncode) == ("shop shop", 0), ran.stderr
@@ -372,7 +373,7 @@ def test_without_setup_the_text_says_what_to_do(monkeypatch: pytest.MonkeyPatch)
 
 def test_setup_does_no_input_or_output_and_needs_no_loop() -> None:
     outbox = Outbox(db_engine_url="postgresql+asyncpg://nobody@nowhere.invalid/none", transport="memory://")
-    assert outbox.store.messages.name == "outbox_table"
+    assert outbox.store.tables.messages.name == "outbox_table"
     assert outbox.transport.name == "memory"
 
 
@@ -382,7 +383,7 @@ def test_a_second_setup_keeps_what_it_does_not_name_and_makes_everything_anew() 
     outbox.setup(table_name="second", retry_delays=None)
     assert (outbox.transport.name, outbox.settings.db_engine_url) == ("memory", "sqlite://")
     assert outbox.settings.policy("retry_delays").known_delays() == (timedelta(seconds=1),)
-    assert outbox.store.messages.name == "second"
+    assert outbox.store.tables.messages.name == "second"
     assert "second" in outbox.metadata.tables
     assert outbox.store is not store
     assert outbox.transport is not transport
@@ -466,7 +467,7 @@ def test_what_cannot_work_is_said_by_setup_with_the_options_name(options: dict[s
 
 def test_a_url_object_of_sqlalchemy_is_a_url() -> None:
     outbox = Outbox(db_engine_url=create_async_engine("sqlite+aiosqlite://").url)
-    assert outbox.store.messages.name == "outbox_table"
+    assert outbox.store.tables.messages.name == "outbox_table"
 
 
 # Credentials.

@@ -12,11 +12,11 @@ from sqlalchemy.orm import sessionmaker
 
 from outbox import ConfigurationError, FailedAttempt, Listener, Message, Outbox
 from outbox.core.attempt import Outcome, Released
-from outbox.core.landing import Landing
-from outbox.core.pace import Trouble
-from outbox.core.strategy import is_factory, named_level
+from outbox.core.backoff import ErrorBackoff
+from outbox.core.listener_options import is_factory, named_level
+from outbox.core.settlement import Settlement
 from outbox.core.transport import Delivery
-from outbox.inbound.slots import Lanes, Slots, slots_for
+from outbox.inbound.concurrency import Lanes, Slots, slots_for
 from outbox.transports.memory import MemoryTransport
 
 
@@ -100,9 +100,9 @@ class Held:
     def completion(self) -> None:
         return None
 
-    def settle(self, outcome: Outcome) -> Landing:
+    def settle(self, outcome: Outcome) -> Settlement:
         self.outcomes.append(outcome)
-        return Landing()
+        return Settlement()
 
 
 async def held(*keys: str) -> list[Held]:
@@ -150,12 +150,12 @@ async def test_a_lane_passes_its_slot_on_and_others_take_theirs() -> None:
 
 
 def test_pauses_grow_unless_somebody_chose_others() -> None:
-    usual = Trouble(10.0, 0.2, None)
+    usual = ErrorBackoff(10.0, 0.2, None)
     assert [usual.pause(OSError()) for _ in range(3)] == [0.2, 0.4, 0.8]
     assert usual.pause(OSError(), at_most=0.5) == 0.5
     usual.reset()
     assert usual.pause(OSError()) == 0.2
-    fixed = Trouble(10.0, 0.2, timedelta(seconds=0.25))
+    fixed = ErrorBackoff(10.0, 0.2, timedelta(seconds=0.25))
     assert [fixed.pause(OSError(), at_most=0.1) for _ in range(3)] == [0.25, 0.25, 0.25]
 
 
@@ -165,7 +165,7 @@ def test_a_function_says_the_pause_by_count_and_error() -> None:
             raise RuntimeError("cannot say")
         return errors_in_a_row * 1.5 if isinstance(error, OSError) else None
 
-    trouble = Trouble(10.0, 0.2, chosen)
+    trouble = ErrorBackoff(10.0, 0.2, chosen)
     assert [trouble.pause(OSError()), trouble.pause(OSError())] == [1.5, 3.0]
     assert [trouble.pause(KeyError()), trouble.pause(ValueError())] == [0.8, 1.6], "the usual ones went on growing"
     trouble.reset()

@@ -80,6 +80,13 @@ def test_nobody_needs_a_delay_that_every_listener_overrides() -> None:
     assert topology_of(listener(retry_delays=(5,))).delays == ("outbox.delay_5s",)
 
 
+def test_listeners_without_a_delay_have_a_way_back_to_their_queues_where_it_is_wanted() -> None:
+    names = Names()
+    assert topology_of(listener(retry_delays=())).delays == ()
+    assert Topology.of(names, [listener(retry_delays=())], (), way_back=True).delays == ("outbox.delay_1s",)
+    assert Topology.of(names, [listener(retry_delays=(7,))], (), way_back=True).delays == ("outbox.delay_7s",)
+
+
 def test_delays_that_a_function_decides_are_left_out_unless_every_step_is_asked_for() -> None:
     computed = listener(retry_delays=lambda attempt_count, error: 7)
     assert topology_of(computed).delays == ()

@@ -8,8 +8,12 @@ from contextvars import copy_context
 from uuid import UUID
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from outbox import Message, Outbox, get_tracking_ids, tracking
+from outbox.core.errors import MessageIdInvalid
+from outbox.core.message import check_message_ids
 from outbox.core.tracking import follow, new_id
 
 
@@ -89,6 +93,22 @@ def test_of_what_others_send_no_more_is_followed() -> None:
     led_here, message = copy_context().run(following)
     assert led_here == (strangers[0], *strangers[-63:])
     assert message.tracking_ids == (strangers[0], *strangers[-62:], message.id)
+
+
+@given(
+    st.text() | st.text(st.characters(max_codepoint=0x80), max_size=300) | st.sampled_from(["\ud800", "é" * 128, "é\n"])
+)
+def test_an_id_is_followed_if_a_message_may_have_it(id: str) -> None:
+    def following() -> tuple[str, ...]:
+        follow((id, "good"))
+        return get_tracking_ids()
+
+    try:
+        check_message_ids(Message(routing_key="a", body=b"", tracking_ids=(id,)))
+        led_here: tuple[str, ...] = (id, "good")
+    except MessageIdInvalid:
+        led_here = ("good",)
+    assert copy_context().run(following) == led_here
 
 
 def test_blocks_inside_blocks_keep_no_more_either() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from outbox.testing.ladder import find, from_debian, installed
-from outbox.testing.programs import account
+from outbox.testing.servers.ladder import find, from_debian, installed
+from outbox.testing.servers.programs import account
 
 _LADDER = (installed("openssl", folders="/usr/bin"), from_debian("openssl", folders="usr/bin"))
 _KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2")

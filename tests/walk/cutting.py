@@ -17,7 +17,7 @@ from sqlalchemy.pool import Pool
 
 from outbox import Binding, Listener, Message, Outbox
 from outbox.core.attempt import Dead, Done, Reason
-from outbox.core.store import Claim, Store
+from outbox.core.store import Claim, Selection, Store
 from outbox.stores.sqlite import prepare
 from outbox.stores.tables import Tables
 from tests.seeds.observing import eventually
@@ -120,19 +120,19 @@ class Stage:
 
     async def _fill(self, outbox: Outbox) -> None:
         store = outbox.store
-        await store.bind([Binding("q", "order.#")])
-        await store.record_transport("database")
+        await store.queues.bind([Binding("q", "order.#")])
+        await store.maintenance.record_transport("database")
         async with outbox.transaction() as session:
             await outbox.emit_many(session, "order.paid", ["first", "second", "done", "dead"])
-        await store.route(10, {})
-        async with store.claim(10, lease=LEASE, destination="q") as claim:
+        await store.queues.route(10, {})
+        async with store.feed.claim(Selection(limit=10, lease=LEASE, destination="q")) as claim:
             ids = attempt_ids(claim)
             await claim.settle({ids["done"]: Done(), ids["dead"]: Dead(Reason.REJECTED, "no")})
         async with outbox.transaction() as session:
             await outbox.emit(session, "order.paid", "waiting")
             await outbox.emit(session, "order.paid", "timer", eta=HOUR, timer_id="timer")
             await outbox.emit(session, "order.paid", "expired", expiration=HOUR, eta=HOUR)
-            await (await session.connection()).run_sync(store.write, *store.remember("q", "remembered"))
+            await (await session.connection()).run_sync(store.writing.write, *store.inbox.remember("q", "remembered"))
         await self._age()
 
     async def _age(self) -> None:
@@ -215,8 +215,8 @@ class Stage:
                 assert await self.outbox.emit(session, "after.all", AFTERWARDS, eta=HOUR, timer_id=AFTERWARDS)
                 assert await self.outbox.cancel_timer(session, AFTERWARDS)
             message = Message(routing_key="after.all", body=json.dumps(AFTERWARDS).encode())
-            await self.store.deliver([message], {message.id: [AFTERWARDS]})
-            async with self.store.claim(10, lease=LEASE, destination=AFTERWARDS) as claim:
+            await self.store.queues.deliver([message], {message.id: [AFTERWARDS]})
+            async with self.store.feed.claim(Selection(limit=10, lease=LEASE, destination=AFTERWARDS)) as claim:
                 assert list(attempt_ids(claim)) == [AFTERWARDS]
                 assert await claim.settle({each.id: Done() for each in claim.attempts}) == frozenset()
 

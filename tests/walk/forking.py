@@ -7,16 +7,22 @@ import json
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
 from multiprocessing.queues import Queue
 from typing import Any
 
-from sqlalchemy import text
+from sqlalchemy import create_engine, event, text
 from sqlalchemy.orm import Session
 
 from outbox import ConfigurationError, Outbox
+from outbox.inbound import transaction_guard
+from outbox.stores.postgresql import PostgresqlStore
 
 CHILDREN, EACH, WITHIN = 3, 15, 30.0
+THREADS, ROUNDS, CHILD_WITHIN = 2, 3, 10.0
 forks = multiprocessing.get_context("fork")
 
 
@@ -76,7 +82,7 @@ class Shop:
         async with self.outbox.transaction() as session:
             rows = await session.scalars(text(f"SELECT name FROM {self.orders}"))
             orders = sorted(rows)
-        messages = [json.loads(each.message.body) for each in await self.outbox.messages(limit=1000)]
+        messages = [json.loads(each.message.body) for each in await self.outbox.messages(limit=100_000)]
         await self.outbox.close()
         return {"orders": orders, "messages": sorted(name for name in messages if name)}
 
@@ -144,6 +150,86 @@ def refused(shop: Shop) -> dict[str, Any]:
     asyncio.run(memory.prepare())
     answers.append(in_child(lambda: asyncio.run(memory.waiting(1, range(1)))))
     return {"answers": answers, "told": sorted(told), **asyncio.run(shop.found())}
+
+
+def threads(shop: Shop) -> dict[str, Any]:
+    """A process forks again and again while threads of it store orders; the children do too."""
+    asyncio.run(shop.prepare())
+    told, over, codes = shop.plain(0, range(1)), threading.Event(), []
+
+    def busy(thread: int) -> None:
+        for number in count():
+            if over.is_set():
+                return
+            told.extend(shop.plain(thread, range(number, number + 1)))
+
+    working = [threading.Thread(target=busy, args=[-1 - thread]) for thread in range(THREADS)]
+    for each in working:
+        each.start()
+    for first in range(1, ROUNDS * CHILDREN, CHILDREN):
+        children = range(first, first + CHILDREN)
+        codes += ended([started(lambda n=n: shop.both(n, range(3))) for n in children])
+        told += [f"{kind} {n} {number}" for kind in ("plain", "waiting") for n in children for number in range(2)]
+    over.set()
+    for each in working:
+        each.join(WITHIN)
+    return {"codes": codes, "told": sorted(told), **asyncio.run(shop.found())}
+
+
+def midway(shop: Shop) -> dict[str, Any]:
+    """A process forks while a thread of it stands where another one, or a child, may have to pass."""
+    asyncio.run(shop.prepare())
+    codes = {}
+    dialect = create_engine("sqlite://").dialect
+    for owner, name, work in [
+        (PostgresqlStore, "make_sync_engine", lambda n: shop.plain(n, range(1))),  # where an engine is made
+        (Session, "connection", lambda n: shop.plain(n, range(1))),  # where a pool may have none
+        (event, "listen", lambda _: transaction_guard._watch(dialect)),  # at the first message of a plain listener
+    ]:
+        n = 2 * len(codes)
+        with standing_in(owner, name, lambda n=n, work=work: work(n)):
+            codes[name] = ended([started(lambda n=n, work=work: work(n + 1))])
+    return {"codes": codes, "told": sorted(f"plain {n} 0" for n in range(4)), **asyncio.run(shop.found())}
+
+
+@contextmanager
+def standing_in(owner: Any, name: str, work: Callable[[], Any]) -> Iterator[None]:
+    """While the block lasts, a thread at work does not get past the beginning of a function."""
+    function, inside, over = getattr(owner, name), threading.Event(), threading.Event()
+
+    def stopping(*arguments: Any, **options: Any) -> Any:
+        if threading.current_thread() is thread:
+            inside.set()
+            over.wait(WITHIN)
+        return function(*arguments, **options)
+
+    thread = threading.Thread(target=work)
+    setattr(owner, name, stopping)
+    try:
+        thread.start()
+        if not inside.wait(WITHIN):
+            raise TimeoutError(f"the thread does not come to {name}")
+        yield
+    finally:
+        over.set()
+        thread.join(WITHIN)
+        setattr(owner, name, function)
+
+
+def started(work: Callable[[], Any]) -> Any:
+    child = forks.Process(target=work)
+    child.start()
+    return child
+
+
+def ended(children: list[Any]) -> list[int | None]:
+    """How they ended. One that hangs is killed."""
+    for child in children:
+        child.join(CHILD_WITHIN)
+        if child.is_alive():
+            child.kill()
+            child.join(WITHIN)
+    return [child.exitcode for child in children]
 
 
 if __name__ == "__main__":

@@ -68,22 +68,22 @@ def die_around(owner: Any, name: str, moment: str) -> None:
 
 def arm() -> None:
     """Put the moments in place at which this process may die."""
-    from outbox.inbound.http.gathering import Gathering
-    from outbox.inbound.storing import Storing
-    from outbox.stores.claims import SqlClaim
+    from outbox.inbound.http.request_storage import RequestStorage
+    from outbox.inbound.store_first import DeliveryStorage
+    from outbox.stores.claiming import SqlClaim
     from outbox.stores.receiving import SqlReceiving
     from outbox.stores.routing import SqlRouting
-    from outbox.transports.database import DatabaseDeliveries
+    from outbox.transports.database.consumer import DatabaseConsumer
 
     die_around(SqlClaim, "settle", "settle")
     die_around(SqlClaim, "_settle", "the settling statement")
     die_around(SqlClaim, "_take", "the claiming statement")
     die_around(SqlRouting, "_send_to", "routing")
     die_around(SqlReceiving, "_keep", "the storing statements")
-    die_around(Storing, "_settle", "acknowledging")
-    die_around(Gathering, "_tell", "answering")
+    die_around(DeliveryStorage, "_conclude", "acknowledging")
+    die_around(RequestStorage, "_conclude", "answering")
     if "SHOP_CLAIMS_NOTHING" in os.environ:
-        DatabaseDeliveries._claim = never  # type: ignore[method-assign]
+        DatabaseConsumer._claim = never  # type: ignore[method-assign]
 
 
 async def never(*_: object) -> bool:

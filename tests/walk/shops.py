@@ -98,7 +98,7 @@ async def emptied(outbox: Outbox) -> None:
     """Wait until nothing waits and nothing lies in a queue of the database."""
     async with asyncio.timeout(SOON):
         while True:
-            backlog = await outbox.store.backlog()
+            backlog = await outbox.store.inspection.backlog()
             if not backlog.waiting and not any(queue.open for queue in backlog.queues):
                 return
             await asyncio.sleep(0.1)

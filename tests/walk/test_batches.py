@@ -380,14 +380,14 @@ async def test_a_database_that_gives_no_connection_burns_no_attempt_of_a_list(
     in_memory: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, failures = in_memory.outbox.store, [OSError("away")]
-    entering: Callable[..., set[str]] = store.remember_all
+    entering: Callable[..., set[str]] = store.inbox.remember_all
 
     def remember_all(*arguments: Any, **options: Any) -> set[str]:
         if failures:
             raise failures.pop()
         return entering(*arguments, **options)
 
-    monkeypatch.setattr(store, "remember_all", remember_all)
+    monkeypatch.setattr(store.inbox, "remember_all", remember_all)
 
     @listen("order.*", queue="q", batch=100, retry_delays=())
     async def listener(orders: list[Order], session: AsyncSession) -> None:

@@ -17,7 +17,7 @@ from outbox import Message, Outbox, TransactionError, listen
 from outbox.core.attempt import Done, RetryIn
 from outbox.core.binding import Binding
 from outbox.core.events import Handled, Troubled
-from outbox.core.store import Suspected
+from outbox.core.store import Selection, Suspected
 from outbox.transports import function
 from tests.walk.test_worker import PATIENCE, Watch, emit
 
@@ -99,8 +99,8 @@ async def test_a_router_that_is_frozen_at_work_stops_nobody_else(make_outbox: Ma
     @listen("#", queue="q")
     async def listener(body: int) -> None: ...
 
-    await outbox.store.bind([listener.binding])
-    await outbox.store.record_transport("database")
+    await outbox.store.queues.bind([listener.binding])
+    await outbox.store.maintenance.record_transport("database")
     engine = create_async_engine(outbox.engines.asynchronous.url)
     async with engine.connect() as frozen:
         state = outbox.tables.state.name
@@ -174,13 +174,13 @@ async def test_workers_that_start_together_do_not_deadlock_over_what_waits_for_t
     stores = [make_outbox().store for _ in range(4)]
     outbox = make_outbox()
     await emit(outbox, *range(2000), routing_key="lonely")
-    while (await stores[0].route(500, {})).taken:
+    while (await stores[0].queues.route(500, {})).taken:
         pass
 
     async def bind(number: int) -> None:
         for n in range(4):
-            await stores[number].bind([Binding(f"q{number}.{n}", f"nothing.{number}.{n}")])
-            await stores[number].route(500, {})
+            await stores[number].queues.bind([Binding(f"q{number}.{n}", f"nothing.{number}.{n}")])
+            await stores[number].queues.route(500, {})
 
     await asyncio.gather(*map(bind, range(4)))
     assert (await outbox.backlog()).unroutable == 2000
@@ -233,20 +233,22 @@ async def test_a_former_suspect_does_not_hold_up_the_healthy_of_its_queue(make_o
     """It crashed once and failed once: the others are claimed without it."""
     outbox = make_outbox()
     store = outbox.store
-    await store.bind([Binding("q", "#")])
+    await store.queues.bind([Binding("q", "#")])
     await emit(outbox, "suspect")
-    await store.route(10, {})
-    dead = store.claim(1, lease=timedelta(seconds=0.2), destination="q")
+    await store.queues.route(10, {})
+    dead = store.feed.claim(Selection(limit=1, lease=timedelta(seconds=0.2), destination="q"))
     await dead.__aenter__()
     dead._renewal.cancel()  # type: ignore[attr-defined]
     await asyncio.sleep(0.25)
-    async with store.claim(1, lease=timedelta(seconds=30), destination="q") as claim:
+    async with store.feed.claim(Selection(limit=1, lease=timedelta(seconds=30), destination="q")) as claim:
         await claim.settle({claim.attempts[0].id: RetryIn(timedelta(0), "failed")})
     await emit(outbox, 1, 2, 3)
-    await store.route(10, {})
-    async with store.claim(10, lease=timedelta(seconds=30), destination="q", suspected=Suspected.NONE) as healthy:
+    await store.queues.route(10, {})
+    async with store.feed.claim(
+        Selection(limit=10, lease=timedelta(seconds=30), destination="q", suspected=Suspected.NONE)
+    ) as healthy:
         assert sorted(attempt.message.body for attempt in healthy.attempts) == [b"1", b"2", b"3"]
-        async with store.claim(10, lease=timedelta(seconds=30), destination="q") as alone:
+        async with store.feed.claim(Selection(limit=10, lease=timedelta(seconds=30), destination="q")) as alone:
             [attempt] = alone.attempts
             assert (attempt.message.body, attempt.crash_count, attempt.attempt_count) == (b'"suspect"', 1, 2)
             await alone.settle({attempt.id: Done()})
@@ -290,7 +292,7 @@ async def test_other_event_loops_of_a_process_leave_no_connections_behind(
 async def test_one_message_that_hangs_does_not_hold_up_its_batch(
     make_outbox: MakeOutbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(function, "WITHIN", 0.1)
+    monkeypatch.setattr(function, "CALLED_WITHIN", 0.1)
     sent: list[bytes] = []
 
     async def publish(message: Message) -> None:

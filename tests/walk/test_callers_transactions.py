@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 from sqlalchemy import create_engine, make_url, text
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
 from sqlalchemy.orm import Session
 
@@ -136,7 +137,61 @@ async def test_the_applications_own_sessions_and_connections_are_told_too(
     assert await effects.all() == ["the next transaction is another one"]
 
 
-# SQLite.
+async def driver_of(session: AsyncSession) -> Any:
+    return (await (await session.connection()).get_raw_connection()).driver_connection
+
+
+@POSTGRESQL
+async def test_an_error_that_was_swallowed_on_the_drivers_own_connection_calls_nothing_either(
+    outbox: Outbox, effects: Effects, engine: AsyncEngine
+) -> None:
+    called: list[str] = []
+
+    async def fail_on_driver(session: AsyncSession) -> None:
+        with pytest.raises(Exception, match="division by zero"):
+            await (await driver_of(session)).execute("SELECT 1 / 0")
+
+    @outbox.transactional
+    async def decorated(session: AsyncSession) -> None:
+        await fail_on_driver(session)
+
+    with pytest.raises(TransactionError, match="begin_nested"):
+        async with outbox.transaction() as session:
+            await session.execute(effects.write("order"))
+            await outbox.emit(session, "order.created", 1)
+            outbox.after_commit(session, lambda: called.append("hook"))
+            await fail_on_driver(session)
+    with pytest.raises(TransactionError, match="begin_nested"):
+        async with outbox.transaction() as session:
+            await session.execute(effects.write("order"))
+            await fail_on_driver(session)
+            with suppress(DBAPIError, TransactionError):
+                await outbox.emit(session, "order.created", 1)
+    async with AsyncSession(engine) as session:
+        await session.execute(effects.write("order"))
+        await outbox.emit(session, "order.created", 1)
+        outbox.after_commit(session, lambda: called.append("hook"))
+        await fail_on_driver(session)
+        with pytest.raises(TransactionError, match="begin_nested"):
+            await session.commit()
+    async with engine.connect() as connection:
+        await outbox.emit(connection, "order.created", 1)
+        with pytest.raises(Exception, match="division by zero"):
+            await (await connection.get_raw_connection()).driver_connection.execute("SELECT 1 / 0")  # type: ignore[union-attr]
+        with pytest.raises(TransactionError, match="begin_nested"):
+            await connection.commit()
+    assert await nothing(outbox, effects) and called == []
+
+
+@POSTGRESQL
+async def test_what_succeeds_on_the_drivers_own_connection_commits(outbox: Outbox, effects: Effects) -> None:
+    called: list[str] = []
+    async with outbox.transaction() as session:
+        await session.execute(effects.write("order"))
+        await outbox.emit(session, "order.created", 1)
+        outbox.after_commit(session, lambda: called.append("hook"))
+        await (await driver_of(session)).execute("SELECT 1")
+    assert await effects.all() == ["order"] and len(await outbox.messages()) == 1 and called == ["hook"]
 
 
 @POSTGRESQL
@@ -152,6 +207,134 @@ async def test_a_connection_whose_commit_was_refused_can_be_used_again(
         async with connection.begin():
             await outbox.emit(connection, "order.created", 2)
     assert [stored.message.body for stored in await outbox.messages()] == [b"2"]
+
+
+# Ended without SQLAlchemy.
+
+
+async def _roll_back_by_text(session: AsyncSession) -> None:
+    await session.execute(text("ROLLBACK"))
+
+
+async def _roll_back_by_driver_text(session: AsyncSession) -> None:
+    await session.run_sync(lambda plain: plain.connection().exec_driver_sql("/* undo */ rollback"))
+
+
+async def _roll_back_in_the_pool(session: AsyncSession) -> None:
+    await session.run_sync(lambda plain: plain.connection().connection.rollback())
+
+
+async def _roll_back_by_adapter(session: AsyncSession) -> None:
+    await session.run_sync(lambda plain: plain.connection().connection.dbapi_connection.rollback())
+
+
+async def _roll_back_on_the_driver(session: AsyncSession) -> None:
+    await (await driver_of(session)).execute("ROLLBACK")
+
+
+async def _close_the_adapter(session: AsyncSession) -> None:
+    await session.run_sync(lambda plain: plain.connection().connection.dbapi_connection.close())
+
+
+async def _commit_by_text(session: AsyncSession) -> None:
+    await session.execute(text("COMMIT"))
+
+
+ENDS = [
+    _roll_back_by_text,
+    _roll_back_by_driver_text,
+    _roll_back_in_the_pool,
+    _roll_back_by_adapter,
+    _roll_back_on_the_driver,
+    _close_the_adapter,
+    _commit_by_text,
+]
+
+
+@POSTGRESQL
+@pytest.mark.parametrize("goes_on", [False, True], ids=["returns", "goes on"])
+@pytest.mark.parametrize("end", ENDS, ids=lambda end: end.__name__.strip("_").replace("_", " "))
+async def test_a_transaction_that_was_ended_without_sqlalchemy_does_not_return(
+    outbox: Outbox,
+    effects: Effects,
+    engine: AsyncEngine,
+    end: Callable[[AsyncSession], Awaitable[None]],
+    goes_on: bool,
+) -> None:
+    """A refusal, or the error of a connection that was closed: whatever it is, nothing is stored and nothing called."""
+    called: list[str] = []
+
+    async def work(session: AsyncSession) -> None:
+        await session.execute(effects.write("order"))
+        await outbox.emit(session, "order.created", 1)
+        outbox.after_commit(session, lambda: called.append("hook"))
+        with suppress(TransactionError):
+            with suppress(DBAPIError):
+                await session.execute(text("SELECT 1 / 0"))
+            await end(session)
+        if goes_on:
+            with suppress(DBAPIError, TransactionError):
+                await session.execute(effects.write("in another transaction"))
+
+    @outbox.transactional
+    async def decorated(session: AsyncSession) -> None:
+        await work(session)
+
+    with pytest.raises((TransactionError, SQLAlchemyError)):
+        async with outbox.transaction() as session:
+            await work(session)
+    with pytest.raises((TransactionError, SQLAlchemyError)):
+        await decorated()
+    async with AsyncSession(engine) as session:
+        await work(session)
+        with pytest.raises((TransactionError, SQLAlchemyError)):
+            await session.commit()
+        await session.rollback()
+    assert await nothing(outbox, effects) and called == []
+
+
+@POSTGRESQL
+async def test_text_that_would_end_a_transaction_in_which_something_waits_for_the_commit_is_refused(
+    outbox: Outbox, effects: Effects, engine: AsyncEngine
+) -> None:
+    """It is not sent, so the transaction goes on."""
+    async with AsyncSession(engine) as session:
+        await outbox.emit(session, "order.created", 1)
+        for ending in ("COMMIT", "ROLLBACK", "-- at last\nend", "ABORT", "PREPARE TRANSACTION 'a'"):
+            with pytest.raises(TransactionError, match=r"would end a transaction.*commit\(\) or rollback\(\)"):
+                await session.execute(text(ending))
+        for harmless in ("SAVEPOINT a", "ROLLBACK TO SAVEPOINT a", "SET LOCAL search_path = public"):
+            await session.execute(text(harmless))
+        await session.execute(effects.write("kept"))
+        await session.commit()
+    assert await effects.all() == ["kept"] and len(await outbox.messages()) == 1
+
+
+@POSTGRESQL
+async def test_a_transaction_that_is_followed_by_another_one_on_its_connection_is_not_taken_for_ended(
+    outbox: Outbox, effects: Effects, engine: AsyncEngine
+) -> None:
+    async with engine.connect() as connection:
+        for number in range(3):
+            await outbox.emit(connection, "order.created", number)
+            await connection.execute(effects.write(str(number)))
+            await (connection.rollback() if number == 1 else connection.commit())
+        await outbox.emit(connection, "order.created", 3)
+        await connection.invalidate()
+        await connection.rollback()
+        await outbox.emit(connection, "order.created", 4)
+        await connection.commit()
+    async with AsyncSession(engine.execution_options(isolation_level="AUTOCOMMIT")) as session:
+        with pytest.warns(NotAtomicWarning):
+            await outbox.emit(session, "order.created", 5)
+        for statement in ("BEGIN", "SELECT 1", "COMMIT"):
+            await session.execute(text(statement))
+        await session.commit()
+    assert await effects.all() == ["0", "2"]
+    assert [stored.message.body for stored in await outbox.messages()] == [b"0", b"2", b"4", b"5"]
+
+
+# SQLite.
 
 
 @pytest.fixture
@@ -190,6 +373,70 @@ async def test_sqlite_that_rolls_back_by_itself_leaves_neither_data_nor_message(
                 await session.execute(effects.write("a row that comes after"))
             raise ZeroDivisionError
     assert await nothing(outbox, effects) and called == []
+
+
+@SQLITE
+async def test_sqlite_that_rolls_back_at_a_statement_of_its_driver_leaves_nothing_either(
+    outbox: Outbox, effects: Effects, rolls_back: str, engine: AsyncEngine
+) -> None:
+    called: list[str] = []
+    with pytest.raises(TransactionError, match="begin_nested"):
+        async with outbox.transaction() as session:
+            await session.execute(effects.write("order"))
+            outbox.after_commit(session, lambda: called.append("hook"))
+            with pytest.raises(sqlite3.Error):
+                await (await driver_of(session)).execute(rolls_back)
+    async with AsyncSession(engine) as session:
+        await session.execute(effects.write("order"))
+        await outbox.emit(session, "order.created", 1)
+        outbox.after_commit(session, lambda: called.append("hook"))
+        with pytest.raises(sqlite3.Error):
+            await (await driver_of(session)).execute(rolls_back)
+        with pytest.raises(TransactionError, match="begin_nested"):
+            await session.commit()
+    assert await nothing(outbox, effects) and called == []
+    async with AsyncSession(engine) as session:  # a commit of the caller's own is none
+        await session.execute(effects.write("order"))
+        await outbox.emit(session, "order.created", 1)
+        await session.execute(text("COMMIT"))
+        await session.commit()
+    assert await effects.all() == ["order"] and len(await outbox.messages()) == 1
+
+
+@SQLITE
+async def test_what_sqlite_rolled_back_at_a_statement_of_its_driver_stays_so_when_the_session_goes_on(
+    outbox: Outbox, effects: Effects, rolls_back: str, engine: AsyncEngine, database_url: str
+) -> None:
+    """The driver of an engine that nobody has prepared begins another transaction with the next statement."""
+    called: list[str] = []
+    async with AsyncSession(engine) as session:
+        await session.execute(effects.write("order"))
+        await outbox.emit(session, "order.created", 1)
+        outbox.after_commit(session, lambda: called.append("hook"))
+        with pytest.raises(sqlite3.Error):
+            await (await driver_of(session)).execute(rolls_back)
+        await session.execute(effects.write("after it"))
+        with pytest.raises(TransactionError, match="begin_nested"):
+            await session.commit()
+        await session.rollback()
+    plain = create_engine(sync_url(make_url(database_url)))
+    with Session(plain) as in_thread:
+        in_thread.execute(effects.write("order"))
+        outbox.emit_sync(in_thread, "order.created", 1)
+        outbox.after_commit(in_thread, lambda: called.append("hook"))
+        driver: Any = in_thread.connection().connection.driver_connection
+        with pytest.raises(sqlite3.Error):
+            driver.execute(rolls_back)
+        in_thread.execute(effects.write("after it"))
+        with pytest.raises(TransactionError, match="begin_nested"):
+            in_thread.commit()
+        in_thread.rollback()
+        in_thread.execute(effects.write("in the next transaction"))
+        outbox.emit_sync(in_thread, "order.created", 2)
+        in_thread.commit()
+    plain.dispose()
+    assert called == [] and await effects.all() == ["in the next transaction"]
+    assert [stored.message.body for stored in await outbox.messages()] == [b"2"]
 
 
 async def fill_the_disk(session: AsyncSession, effects: Effects) -> None:

@@ -17,7 +17,21 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from outbox import Binding, Message, Outbox
 from outbox.core.attempt import Done, RetryIn
 from outbox.core.dead_letter import DeadLetters, Filter
-from outbox.core.store import Claim, Store, Wanted
+from outbox.core.store import (
+    CallerTransactions,
+    CircuitTable,
+    InboxTable,
+    Inspection,
+    Maintenance,
+    OwnersTable,
+    QueueClaim,
+    QueueFeed,
+    Queues,
+    Selection,
+    Store,
+    Wanted,
+    Writing,
+)
 from outbox.core.transport import Transport
 from outbox.shutdown import Shutdown
 from tests.conftest import DATABASES
@@ -27,7 +41,11 @@ from tests.seeds.observing import PATIENCE
 from .cutting import HOUR, LEASE, Sight, Stage, attempt_ids, connections_taken
 
 MOST_SUSPENSIONS = 200
-OWNERS = (Outbox, Store, Claim, DeadLetters, Transport)
+ROLES = (
+    *(Writing, CallerTransactions, QueueFeed, Queues, InboxTable, CircuitTable, OwnersTable, Inspection, Maintenance),
+    *(DeadLetters, QueueClaim),
+)
+OWNERS = (Outbox, Store, *ROLES, Transport)
 
 Operation = Callable[[Stage], Coroutine[Any, Any, object]]
 
@@ -200,56 +218,62 @@ async def declare(stage: Stage) -> None:
     await stage.outbox.transport.declare([stage.listener])
 
 
+@case("Transport.watched", warm=True)
+async def watched(stage: Stage) -> None:
+    async with stage.outbox.transport.watched() as asked:
+        await asked()
+
+
 # Claiming.
 
 
-@case("Store.claim")
-@case("Store.claim", warm=True)
+@case("QueueFeed.claim")
+@case("QueueFeed.claim", warm=True)
 async def claim(stage: Stage) -> None:
-    async with stage.store.claim(10, lease=LEASE, destination="q"):
+    async with stage.store.feed.claim(Selection(limit=10, lease=LEASE, destination="q")):
         await asyncio.sleep(0)
 
 
-@case("Store.route")
-@case("Store.route", warm=True)
+@case("Queues.route")
+@case("Queues.route", warm=True)
 async def route(stage: Stage) -> None:
     """What comes with a claim is given back when the claim closes, and when nobody gets it."""
-    routing = await stage.store.route(10, {}, {"q": Wanted(10, LEASE)})
+    routing = await stage.store.queues.route(10, {}, {"q": Wanted(10, LEASE)})
     async with routing.claims["q"] as claim:
-        assert list(attempt_ids(claim)) == ["waiting"]
+        assert set(attempt_ids(claim)) == {"first", "second", "waiting"}
 
 
-@case("Claim.settle", warm=True)
+@case("QueueClaim.settle", warm=True)
 async def settle(stage: Stage) -> None:
-    async with stage.store.claim(10, lease=LEASE, destination="q") as claim:
+    async with stage.store.feed.claim(Selection(limit=10, lease=LEASE, destination="q")) as claim:
         ids = attempt_ids(claim)
         await claim.settle({ids["first"]: Done(), ids["second"]: RetryIn(HOUR, "not now")})
 
 
-@case("Claim.start", warm=True)
+@case("QueueClaim.start", warm=True)
 async def start(stage: Stage) -> None:
-    async with stage.store.claim(10, lease=LEASE, destination="q", isolated_at=0) as claim:
+    async with stage.store.feed.claim(Selection(limit=10, lease=LEASE, destination="q", isolated_at=0)) as claim:
         for attempt in claim.attempts:
             assert await claim.start(attempt)
 
 
-@case("Claim.renew_once", warm=True)
+@case("QueueClaim.renew_once", warm=True)
 async def renew_once(stage: Stage) -> None:
-    async with stage.store.claim(10, lease=LEASE, destination="q") as claim:
+    async with stage.store.feed.claim(Selection(limit=10, lease=LEASE, destination="q")) as claim:
         await claim.renew_once([attempt.id for attempt in claim.attempts], 2 * LEASE)
 
 
-@case("Store.wait", warm=True)
+@case("QueueFeed.wait", warm=True)
 async def wait(stage: Stage) -> None:
-    await stage.store.wait(0.3, destination="empty")
+    await stage.store.feed.wait(0.3, destination="empty")
 
 
-@case("Store.turn")
+@case("CallerTransactions.turn")
 async def turn_after_somebody_else(stage: Stage) -> None:
     taken, given_up = asyncio.Event(), asyncio.Event()
 
     async def somebody_else() -> None:
-        async with stage.store.turn():
+        async with stage.store.transactions.turn():
             taken.set()
             await given_up.wait()
 
@@ -257,7 +281,7 @@ async def turn_after_somebody_else(stage: Stage) -> None:
     try:
         await taken.wait()
         asyncio.get_running_loop().call_later(0.05, given_up.set)
-        async with stage.store.turn():
+        async with stage.store.transactions.turn():
             await asyncio.sleep(0)
     finally:
         given_up.set()
@@ -279,31 +303,39 @@ def calls() -> Iterator[tuple[str, Operation]]:
     yield "Outbox.close", lambda stage: stage.outbox.close()
     yield "Store.open", lambda stage: stage.store.open()
     yield "Store.close", lambda stage: stage.store.close()
-    yield "Store.create_tables", lambda stage: stage.store.create_tables()
-    yield "Store.check_tables", lambda stage: stage.store.check_tables()
-    yield "Store.has_tables", lambda stage: stage.store.has_tables()
-    yield "Store.record_transport", lambda stage: stage.store.record_transport("other", switch=True)
-    yield "Store.recorded_transport", lambda stage: stage.store.recorded_transport()
-    yield "Store.record_owners", lambda stage: stage.store.record_owners({"q": "shop", "other": "mails"})
-    yield "Store.owners", lambda stage: stage.store.owners()
-    yield "Store.release", lambda stage: stage.store.release("q")
-    yield "Store.bind", lambda stage: stage.store.bind([Binding("new", "#"), Binding("newer", "new")])
-    yield "Store.unbind", lambda stage: stage.store.unbind("q")
-    yield "Store.bindings", lambda stage: stage.store.bindings()
-    yield "Store.deliver", lambda stage: stage.store.deliver([message], {message.id: ["q", "other"]})
-    yield "Store.receive", lambda stage: stage.store.receive("q", [message])
-    yield "Store.circuits", lambda stage: stage.store.circuits()
-    yield "Store.open_circuit", lambda stage: stage.store.open_circuit("d", HOUR, "away")
-    yield "Store.probe_circuit", lambda stage: stage.store.probe_circuit("d", HOUR)
-    yield "Store.close_circuit", lambda stage: stage.store.close_circuit("d")
-    yield "Store.purge", lambda stage: stage.store.purge(HOUR, 10)
-    yield "Store.purge_inbox", lambda stage: stage.store.purge_inbox(HOUR, 10)
-    yield "Store.expire", lambda stage: stage.store.expire(10)
-    yield "Store.backlog", lambda stage: stage.store.backlog()
-    yield "Store.list_messages", lambda stage: stage.store.list_messages()
-    yield "Store.claimable", lambda stage: stage.store.claimable()
-    yield "Store.examine", lambda stage: stage.store.examine()
-    yield "Store.find", lambda stage: stage.store.find("nobody")
+    yield "Maintenance.create_tables", lambda stage: stage.store.maintenance.create_tables()
+    yield "Maintenance.check_tables", lambda stage: stage.store.maintenance.check_tables()
+    yield "Maintenance.has_tables", lambda stage: stage.store.maintenance.has_tables()
+    yield "Maintenance.record_transport", lambda stage: stage.store.maintenance.record_transport("other", switch=True)
+    yield "Maintenance.recorded_transport", lambda stage: stage.store.maintenance.recorded_transport()
+    yield "OwnersTable.record", lambda stage: stage.store.owners.record({"q": "shop", "other": "mails"})
+    yield "OwnersTable.all", lambda stage: stage.store.owners.all()
+    yield "OwnersTable.release", lambda stage: stage.store.owners.release("q")
+    yield "OwnersTable.declare", lambda stage: stage.store.owners.declare([Binding("q", "#"), Binding("q", "new")])
+    yield "OwnersTable.declared", lambda stage: stage.store.owners.declared()
+    yield "OwnersTable.retract", lambda stage: stage.store.owners.retract(Binding("q", "#"))
+    yield "Queues.bind", lambda stage: stage.store.queues.bind([Binding("new", "#"), Binding("newer", "new")])
+    yield "Queues.unbind", lambda stage: stage.store.queues.unbind("q")
+    yield "Queues.bindings", lambda stage: stage.store.queues.bindings()
+    yield "Queues.deliver", lambda stage: stage.store.queues.deliver([message], {message.id: ["q", "other"]})
+    yield "Queues.receive", lambda stage: stage.store.queues.receive("q", [message])
+    yield "CircuitTable.all", lambda stage: stage.store.circuits.all()
+    yield "CircuitTable.open", lambda stage: stage.store.circuits.open("d", HOUR, "away")
+    yield "CircuitTable.probe", lambda stage: stage.store.circuits.probe("d", HOUR)
+    yield "CircuitTable.close", lambda stage: stage.store.circuits.close("d")
+    yield "Maintenance.purge", lambda stage: stage.store.maintenance.purge(HOUR, 10)
+    yield "InboxTable.purge", lambda stage: stage.store.inbox.purge(HOUR, 10)
+    yield "Maintenance.expire", lambda stage: stage.store.maintenance.expire(10)
+    yield "Inspection.backlog", lambda stage: stage.store.inspection.backlog()
+    yield "Inspection.list_messages", lambda stage: stage.store.inspection.list_messages()
+    yield "Inspection.claimable", lambda stage: stage.store.inspection.claimable()
+    yield "Inspection.examine", lambda stage: stage.store.inspection.examine()
+    yield "Inspection.find", lambda stage: stage.store.inspection.find("nobody")
+    yield "Transport.back", lambda stage: stage.outbox.transport.back()
+    yield "Transport.bindings", lambda stage: stage.outbox.transport.bindings(["q"])
+    yield "Transport.unbind", lambda stage: stage.outbox.transport.unbind(Binding("q", "#"))
+    yield "Transport.counted", lambda stage: stage.outbox.transport.counted(["q"])
+    yield "Transport.examine", lambda stage: stage.outbox.transport.examine()
     yield "DeadLetters.list", lambda stage: stage.outbox.dead_letters.list()
     yield "DeadLetters.chosen", lambda stage: stage.outbox.dead_letters.chosen(Filter())
     yield "DeadLetters.deaths", lambda stage: stage.outbox.dead_letters.deaths(HOUR)
@@ -311,8 +343,8 @@ def calls() -> Iterator[tuple[str, Operation]]:
 
 COLD = (
     "Store.open",
-    "Store.has_tables",
-    "Store.create_tables",
+    "Maintenance.has_tables",
+    "Maintenance.create_tables",
     "Outbox.create_tables",
     "Outbox.backlog",
 )
@@ -359,7 +391,9 @@ def test_nothing_that_is_awaited_is_left_out() -> None:
 
 def _is_awaited(function: Callable[..., Any]) -> bool:
     returns = str(inspect.signature(function).return_annotation)
-    return inspect.iscoroutinefunction(function) or returns.startswith(("AbstractAsyncContextManager", "AsyncIterator"))
+    return inspect.iscoroutinefunction(function) or returns.startswith(
+        ("AbstractAsyncContextManager", "AsyncIterator", "Consumer")
+    )
 
 
 # What an outbox only passes on to its store is cut on one database.

@@ -13,7 +13,7 @@ import pytest
 from outbox import Message, Outbox, RetryPolicy, TransportUnavailable
 from outbox.core.events import CircuitClosed, CircuitOpened
 from outbox.core.store import CircuitState
-from outbox.core.transport import Features, Published, Refusal
+from outbox.core.transport import Features, Published, Refusal, Report, Transport, unreported
 from outbox.outbound import circuit
 from outbox.outbound.circuit import LOOK_EVERY, Breaker, Circuits
 from outbox.outbound.cleanup import Cleanup
@@ -28,12 +28,11 @@ LEASE = timedelta(minutes=1)
 BATCH = 8
 
 
-class Sink:
+class Sink(Transport):
     """A destination that answers as it is told at the moment."""
 
     name = "sink"
     features = Features(consumes=False, delays=False, keeps_dead_letters=False, shares_outages=True)
-    dead_letters = None
 
     def __init__(self, answer: Answer) -> None:
         self.answer = answer
@@ -43,19 +42,11 @@ class Sink:
     def sizes(self) -> list[int]:
         return [len(call) for call in self.calls]
 
-    async def open(self) -> None: ...
-
-    async def close(self) -> None: ...
-
-    async def publish(self, messages: Sequence[Message]) -> Published:
+    async def publish(self, messages: Sequence[Message], report: Report = unreported) -> Published:
         self.calls.append(list(messages))
         answer = self.answer(messages)
         result: Published = await answer if asyncio.iscoroutine(answer) else answer
         return result
-
-    async def declare(self, listeners: Any) -> None: ...
-
-    def consume(self, listener: Any, prefetch: int) -> Any: ...
 
 
 def yes(messages: Sequence[Message]) -> Published:
@@ -98,7 +89,7 @@ class Process:
             chance=lambda: 0.5,
         )
         self.publisher = Publisher(
-            outbox.store,
+            outbox.store.feed,
             sink,
             batch_size=BATCH,
             lease=LEASE,
@@ -127,7 +118,7 @@ async def emit(outbox: Outbox, count: int, **options: Any) -> None:
 
 
 async def state(outbox: Outbox) -> CircuitState | None:
-    circuits = await outbox.store.circuits()
+    circuits = await outbox.store.circuits.all()
     return circuits[0].state if circuits else None
 
 
@@ -150,6 +141,18 @@ async def test_after_a_round_without_any_answer_nobody_asks(outbox: Outbox, answ
     assert (found.state, found.failures) == (CircuitState.OPEN, 1)
     assert found.error in ("connection refused", "sink confirmed nothing of 8 messages")
     assert await untouched(outbox)
+
+
+async def test_while_a_circuit_is_open_nothing_is_asked_that_could_show_a_database_to_be_back(outbox: Outbox) -> None:
+    relay = Process(outbox, Sink(nothing))
+    await emit(outbox, 20)
+    await relay.round()
+    assert relay.publisher.asked
+    await relay.round()
+    assert not relay.publisher.asked
+    await relay.pass_time(100)
+    await relay.round()
+    assert relay.publisher.asked
 
 
 async def test_each_probe_is_one_message_and_another_one_and_pauses_double(outbox: Outbox) -> None:
@@ -183,7 +186,7 @@ async def test_a_probes_message_stays_away_for_the_pause_and_no_other_does(outbo
     await relay.round()
     await relay.pass_time(2)
     await relay.round()
-    due = [claimable.due for claimable in await outbox.store.claimable()]
+    due = [claimable.due for claimable in await outbox.store.inspection.claimable()]
     assert due == [2]
 
 
@@ -338,7 +341,7 @@ async def test_silence_does_not_open_it_while_others_get_answers(outbox: Outbox)
     assert await relay.round() == BATCH
     released.set()
     assert await late == 0
-    assert await outbox.store.circuits() == []
+    assert await outbox.store.circuits.all() == []
     assert await untouched(outbox)
 
 

@@ -21,8 +21,9 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from outbox import Backlog, Outbox, QueueBacklog, Reject, listen
 from outbox.cli.exits import ExitCode
-from outbox.cli.status import Asking, Look, Rates
+from outbox.cli.status import Asking, Rates, Snapshot
 from outbox.core.attempt import Done
+from outbox.core.store import Selection
 from outbox.testing.servers import PostgreSQL
 
 from .commands import SOON, Command, all_dead, billing, broken, bury, in_state, line_of, until
@@ -86,12 +87,16 @@ async def test_status_has_a_field_for_everything_in_a_backlog(command: Command, 
 
 def test_rates_are_rows_written_and_rows_settled_between_two_looks() -> None:
     noon = datetime(2025, 1, 1, 12, tzinfo=UTC)
-    before = Look(noon, Backlog(waiting=10, rows_written=100, sent=5))
-    queue = QueueBacklog(queue="billing", delivered=3, retrying=1)
-    after = Look(
-        noon + timedelta(seconds=2), Backlog(waiting=4, unroutable=2, rows_written=130, queues=(queue,), sent=9)
+    before = Snapshot(noon, Backlog(waiting=10, rows_written=100, sent=5))
+    queues = (
+        QueueBacklog(queue="billing", delivered=3, retrying=1),
+        QueueBacklog(queue="billing", transport="rabbitmq", delivered=7, retrying=None),
+        QueueBacklog(queue="outbox.delay_10s", transport="rabbitmq", retrying=5),
     )
-    # 30 rows came; of 10 open ones 10 are open, so 30 were settled.
+    after = Snapshot(
+        noon + timedelta(seconds=2), Backlog(waiting=4, unroutable=2, rows_written=130, queues=queues, sent=9)
+    )
+    # 30 rows came; of 10 open ones 10 are open, so 30 were settled. Messages at a broker are no rows.
     assert Rates.between(before, after) == Rates(15.0, 15.0, 2.0)
 
 
@@ -100,14 +105,14 @@ async def test_status_tells_the_rates_of_what_happens_meanwhile(
 ) -> None:
     """Everything happens between the two looks: a row that is being written while PostgreSQL is asked is half there."""
     await outbox.create_tables()
-    module = sys.modules[Look.__module__]
+    module = sys.modules[Snapshot.__module__]
     look = module._look
     looked, happened = threading.Event(), threading.Event()
 
-    async def looks(outbox: Outbox, condition: Asking) -> Look:
+    async def looks(outbox: Outbox, condition: Asking) -> Snapshot:
         if looked.is_set():
             await asyncio.to_thread(happened.wait, SOON)
-        found: Look = await look(outbox, condition)
+        found: Snapshot = await look(outbox, condition)
         looked.set()
         return found
 
@@ -116,7 +121,7 @@ async def test_status_tells_the_rates_of_what_happens_meanwhile(
     assert await asyncio.to_thread(looked.wait, SOON)
     async with outbox.transaction() as session:
         await outbox.emit_many(session, "order.created", [{"id": number} for number in range(5)])
-    async with outbox.store.claim(2, lease=timedelta(seconds=60)) as claim:
+    async with outbox.store.feed.claim(Selection(limit=2, lease=timedelta(seconds=60))) as claim:
         await claim.settle({attempt.id: Done() for attempt in claim.attempts})
     happened.set()
     rates = (await looking).document["rates"]
@@ -186,6 +191,9 @@ async def test_messages_are_listed_by_state_and_queue_a_page_at_a_time(command: 
     assert second["next_after"] is None
     unroutable = (await command.run("messages", "list", "--state", "unroutable", "--json")).document["messages"]
     assert [found["message"]["routing_key"] for found in unroutable] == ["nobody.cares"]
+    [failed], [waits] = first["messages"][0]["history"], unroutable[0]["history"]
+    assert (failed["attempt"], failed["what"], waits["attempt"], waits["what"]) == (1, "failed", None, "unroutable")
+    assert "nobody.cares" in waits["error"]
     shown = await command.run("messages", "list", "--state", "retrying", "--limit", "2")
     assert emitted[0].id in shown.stdout and emitted[2].id not in shown.stdout
     assert f"there may be more: --after {first['next_after']}" in shown.stdout
@@ -502,10 +510,10 @@ async def test_another_transport_gets_the_table_only_when_no_queue_holds_message
     refused = await command.run("tables", "switch-transport", "rabbitmq")
     assert refused.code == ExitCode.WRONG
     assert "2 messages lie in queues of the database" in refused.stderr
-    assert await outbox.store.record_transport("database") == "database"
+    assert await outbox.store.maintenance.record_transport("database") == "database"
     forced = await command.run("tables", "switch-transport", "rabbitmq", "--force", "--json")
     assert (forced.code, forced.document["before"], forced.document["transport"]) == (0, "database", "rabbitmq")
-    assert await outbox.store.record_transport("database") == "rabbitmq"
+    assert await outbox.store.maintenance.record_transport("database") == "rabbitmq"
     assert (await command.run("tables", "switch-transport", "rabbitmq")).code == 0
 
 
@@ -518,12 +526,12 @@ async def test_a_table_is_given_to_no_transport_that_does_not_exist(
         assert refused.code == ExitCode.USAGE
         known = "database, function, http, memory, rabbitmq, routes"
         assert f"no transport is called '{name}'; there are: {known}" in refused.stderr
-    assert await sqlite_outbox.store.recorded_transport() is None
-    await sqlite_outbox.store.record_transport("ours")  # of a process elsewhere
+    assert await sqlite_outbox.store.maintenance.recorded_transport() is None
+    await sqlite_outbox.store.maintenance.record_transport("ours")  # of a process elsewhere
     assert (await sqlite_command.run("tables", "switch-transport", "ours")).code == 0
     for name in ("memory", "database"):
         assert (await sqlite_command.run("tables", "switch-transport", name)).code == 0
-        assert await sqlite_outbox.store.recorded_transport() == name
+        assert await sqlite_outbox.store.maintenance.recorded_transport() == name
     assert (await sqlite_command.run("tables", "switch-transport", "ours")).code == ExitCode.USAGE
 
 

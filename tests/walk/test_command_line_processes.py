@@ -83,7 +83,7 @@ async def test_a_worker_and_a_relay_log_in_json_with_ids_as_fields(
 
 async def test_a_relay_routes_until_a_signal_and_ends_with_0(command: Command, outbox: Outbox) -> None:
     await outbox.create_tables()
-    await outbox.store.bind([broken.binding])
+    await outbox.store.queues.bind([broken.binding])
     with command.started("relay", "--log-level", "debug") as relay:
         async with outbox.transaction() as session:
             await outbox.emit(session, "order.created", {"id": 1})
@@ -139,7 +139,7 @@ async def test_a_module_that_fails_is_shown_where_it_fails_but_not_its_credentia
 
 
 async def test_a_worker_of_another_transport_is_refused_in_one_line(application: Command, outbox: Outbox) -> None:
-    await outbox.store.record_transport("rabbitmq")
+    await outbox.store.maintenance.record_transport("rabbitmq")
     ran = application.process("worker", "application:everything")
     assert (ran.code, ran.error_lines) == (ExitCode.CONFIGURATION, 1)
     assert "outbox tables switch-transport database" in ran.stderr and "Traceback" not in ran.stderr

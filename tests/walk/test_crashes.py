@@ -18,7 +18,7 @@ import pytest
 from sqlalchemy import make_url
 
 from outbox import Binding, Listener, Message, Outbox, listen
-from outbox.core.store import Wanted
+from outbox.core.store import Selection, Wanted
 from outbox.inbound import exclusive
 from tests.chaos.proxy import Link, Proxy
 from tests.seeds.observing import PATIENCE, eventually, let_leases_run_out
@@ -70,6 +70,7 @@ async def test_what_a_killed_relay_had_in_flight_goes_out_together_and_delays_no
 
     async def publish(message: Message) -> None:
         arrived.setdefault(json.loads(message.body), time.monotonic())
+        await asyncio.sleep(0.05)  # one by one they would take far too long
 
     outbox = Outbox(transport=publish, **options)
     await outbox.create_tables()
@@ -110,7 +111,7 @@ async def cut_off(
     """An outbox whose connections can be cut when the server has answered and the answer has not arrived."""
     url = make_url(postgresql_url).set(drivername=f"postgresql+{request.param}", host="127.0.0.1", port=link.port)
     outbox = Outbox(db_engine_url=url.render_as_string(hide_password=False), table_name=table_name)
-    await outbox.store.bind([Binding("q", "#")])
+    await outbox.store.queues.bind([Binding("q", "#")])
     yield outbox
     await outbox.close()
 
@@ -126,15 +127,15 @@ async def given_back(outbox: Outbox) -> None:
 
 async def test_a_claim_whose_answer_is_lost_is_given_back_and_counts_as_no_crash(cut_off: Outbox, link: Link) -> None:
     await emit(cut_off, *range(3))
-    await cut_off.store.route(10, {})
+    await cut_off.store.queues.route(10, {})
     for _ in range(3):
         link.trip_at(["UPDATE"])
         with pytest.raises(Exception):  # noqa: B017 - whatever the driver says of a cut connection
-            async with cut_off.store.claim(10, lease=HOUR, destination="q"):
+            async with cut_off.store.feed.claim(Selection(limit=10, lease=HOUR, destination="q")):
                 pass
         assert link.tripped.is_set()
         await given_back(cut_off)
-    async with cut_off.store.claim(10, lease=HOUR, destination="q") as claim:
+    async with cut_off.store.feed.claim(Selection(limit=10, lease=HOUR, destination="q")) as claim:
         assert [attempt.crash_count for attempt in claim.attempts] == [0, 0, 0]
 
 
@@ -145,14 +146,14 @@ async def test_a_hand_over_whose_answer_is_lost_is_given_back_and_counts_as_no_c
     wanted = {"q": Wanted(10, HOUR)}
     if known:  # the router has seen this routing key before
         await emit(cut_off, "before")
-        await cut_off.store.route(10, {})
+        await cut_off.store.queues.route(10, {})
     await emit(cut_off, *range(3))
     link.trip_at(["UPDATE"] if known else ["COMMIT"])
     with pytest.raises(Exception):  # noqa: B017 - whatever the driver says of a cut connection
-        await cut_off.store.route(10, {}, wanted)
+        await cut_off.store.queues.route(10, {}, wanted)
     assert link.tripped.is_set()
     await given_back(cut_off)
-    async with cut_off.store.claim(10, lease=HOUR, destination="q") as claim:
+    async with cut_off.store.feed.claim(Selection(limit=10, lease=HOUR, destination="q")) as claim:
         assert [attempt.crash_count for attempt in claim.attempts] == [0] * (3 + known)
 
 
@@ -180,7 +181,7 @@ asyncio.run(Outbox(**json.loads(sys.argv[1])).worker([innocent, poison]))
 async def test_a_message_does_not_die_of_the_crashes_of_other_messages(database_url: str, table_name: str) -> None:
     options = {"db_engine_url": database_url, "table_name": table_name, "poll_interval": 0.2}
     outbox = Outbox(**options)
-    await outbox.store.bind([Binding(name, name) for name in ("innocent", "poison")])
+    await outbox.store.queues.bind([Binding(name, name) for name in ("innocent", "poison")])
     async with outbox.transaction() as session:
         await outbox.emit(session, "innocent", "innocent")
     for number in range(3):
@@ -291,13 +292,13 @@ class Runs:
 async def last_chance(make_outbox: MakeOutbox) -> Outbox:
     """An outbox with a message that crashed twice, and fresh ones in another queue."""
     outbox = make_outbox(poll_interval=0.2)
-    await outbox.store.bind([Binding(name, name) for name in ("suspected", "fresh")])
+    await outbox.store.queues.bind([Binding(name, name) for name in ("suspected", "fresh")])
     async with outbox.transaction() as session:
         await outbox.emit(session, "suspected", "suspected")
         await outbox.emit_many(session, "fresh", list(range(30)))
-    await outbox.store.route(100, {})
+    await outbox.store.queues.route(100, {})
     for _ in range(2):
-        async with outbox.store.claim(1, lease=HOUR, destination="suspected"):
+        async with outbox.store.feed.claim(Selection(limit=1, lease=HOUR, destination="suspected")):
             await let_leases_run_out(outbox)
     return outbox
 
@@ -337,7 +338,7 @@ async def test_a_long_run_beside_it_holds_up_neither_fresh_messages_nor_the_run_
         if body == 0:
             await release.wait()
 
-    elsewhere = last_chance.store.claim(1, lease=HOUR, destination="suspected", isolated_at=2)
+    elsewhere = last_chance.store.feed.claim(Selection(limit=1, lease=HOUR, destination="suspected", isolated_at=2))
     await elsewhere.__aenter__()
     async with last_chance.running(listeners=[suspected, fresh]):
         await eventually(lambda: 0 in runs.ended)

@@ -19,6 +19,7 @@ from sqlalchemy.pool import NullPool
 
 from outbox import ConfigurationError, Outbox, SnapshotConflict, listen
 from outbox.core.events import CleanedUp, Handled
+from outbox.core.store import Selection
 from outbox.sqlite import prepare
 from tests.walk.test_worker import PATIENCE, Watch
 
@@ -116,12 +117,12 @@ async def test_a_lease_is_written_in_place_without_touching_an_index(
     @listen("#", queue="q")
     async def nothing(body: object) -> None: ...
 
-    await outbox.store.bind([nothing.binding])
+    await outbox.store.queues.bind([nothing.binding])
     async with outbox.transaction() as session:
         await outbox.emit_many(session, "a", range(20))
-    await outbox.store.route(100, {})
+    await outbox.store.queues.route(100, {})
     for _ in range(3):
-        async with outbox.store.claim(20, lease=timedelta(seconds=30), destination="q") as claim:
+        async with outbox.store.feed.claim(Selection(limit=20, lease=timedelta(seconds=30), destination="q")) as claim:
             assert len(claim.attempts) == 20
     await outbox.close()  # a connection's statistics are told when it ends
     query = text("SELECT n_tup_upd, n_tup_hot_upd FROM pg_stat_user_tables WHERE relname = :name")

@@ -15,8 +15,10 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from outbox import NEVER, LeaseLost, Listener, Outbox, listen
 from outbox.core.attempt import Done
+from outbox.core.store import Selection
 from outbox.inbound.inbox import Inbox, Memory
-from outbox.transports.database import DatabaseDelivery, DatabaseTransport
+from outbox.transports.database import DatabaseTransport
+from outbox.transports.database.claims import DatabaseDelivery
 from tests.walk.test_worker import PATIENCE, emit
 
 
@@ -30,7 +32,7 @@ async def delivery(outbox: Outbox) -> AsyncIterator[DatabaseDelivery]:
     async with consuming(outbox) as transport:
         await transport.declare([listener])
         await emit(outbox, 1)
-        await outbox.store.route(10, {})
+        await outbox.store.queues.route(10, {})
         async with aclosing(transport.consume(listener, 10)) as deliveries:
             yield await anext(deliveries)
 
@@ -104,10 +106,10 @@ async def test_while_one_suspect_is_tried_no_other_is_claimed(outbox: Outbox) ->
         await transport.declare(list(queues.values()))
         for name in queues:
             await emit(outbox, "suspect", routing_key=name)
-            await outbox.store.route(10, {})
+            await outbox.store.queues.route(10, {})
             await crash(stack, outbox, name)
         await emit(outbox, "fresh", routing_key="b")
-        await outbox.store.route(10, {})
+        await outbox.store.queues.route(10, {})
         first, second = [await stack.enter_async_context(aclosing(transport.consume(queues[name], 4))) for name in "ab"]
         async with asyncio.timeout(PATIENCE):
             tried = await anext(first)
@@ -120,7 +122,9 @@ async def test_while_one_suspect_is_tried_no_other_is_claimed(outbox: Outbox) ->
 async def crash(stack: AsyncExitStack, outbox: Outbox, queue: str) -> None:
     """Claim what lies in a queue and let the lease run out, as if the process had died."""
     short = timedelta(milliseconds=300)
-    claim: Any = await stack.enter_async_context(outbox.store.claim(10, lease=short, destination=queue))
+    claim: Any = await stack.enter_async_context(
+        outbox.store.feed.claim(Selection(limit=10, lease=short, destination=queue))
+    )
     assert len(claim.attempts) == 1
     claim._renewal.cancel()
     async with asyncio.timeout(PATIENCE):

@@ -13,15 +13,18 @@ import pytest
 from sqlalchemy import Connection, literal, make_url, text, update
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
-from outbox import Binding, Outbox
+from outbox import Binding, Listener, Message, Outbox, Reject
 from outbox.cli.exits import ExitCode
 from outbox.core.attempt import Dead, Reason
 from outbox.core.diagnosis import Finding, Level
+from outbox.core.store import Selection
 from outbox.doctor import examine
-from outbox.stores import postgresql_examination, sqlite_examination
-from outbox.stores.examination import skew
+from outbox.stores.postgresql import examination as postgresql_examination
+from outbox.stores.queries import skew
 from outbox.stores.sql import SqlStore
+from outbox.stores.sqlite import examination as sqlite_examination
 from outbox.testing.servers import PostgreSQL
+from outbox.transports.memory import MemoryTransport
 
 from .commands import Command, until
 
@@ -41,9 +44,11 @@ async def age(outbox: Outbox, column: str, condition: Any = None) -> None:
     """Let a moment of messages lie five minutes back."""
     store = outbox.store
     assert isinstance(store, SqlStore)
-    statement = update(store.messages).values({column: store.later(store.clock(), literal(LONG_AGO))})
+    statement = update(store.tables.messages).values(
+        {column: store.dialect.later(store.dialect.clock(), literal(LONG_AGO))}
+    )
     statement = statement if condition is None else statement.where(condition)
-    await store.transact(lambda connection: connection.execute(statement))
+    await store.runner.transact(lambda connection: connection.execute(statement))
 
 
 # Health.
@@ -72,7 +77,28 @@ async def test_a_healthy_database_is_told_to_be_one(command: Command, outbox: Ou
 async def test_without_a_database_there_is_little_to_say(tmp_path: Path) -> None:
     ran = await Command(tmp_path, {"OUTBOX_TRANSPORT": "memory://"}).run("doctor")
     assert (ran.code, ran.stderr) == (0, "")
-    assert ran.stdout.endswith("ok       database: none is set up\n")
+    last = ["ok       database: none is set up", "ok       dead letters: none in the queues of memory in the last 1h"]
+    assert ran.stdout.splitlines()[-2:] == last
+
+
+async def test_fresh_dead_letters_of_a_transport_from_elsewhere_are_an_error(make_outbox: MakeOutbox) -> None:
+    async def reject(order: Any) -> None:
+        raise Reject("no such order")
+
+    transport = MemoryTransport()
+    outbox = make_outbox(transport=transport)
+    async with outbox.running(listeners=[Listener("order.*", reject, queue="billing")]):
+        transport.put("billing", Message(routing_key="order.created", body=b"1"))
+        await until(lambda: _has_letters(transport))
+    told = [finding for finding in await examine(outbox) if finding.subject == "dead letters"]
+    assert [(finding.level, finding.what) for finding in told] == [
+        (Level.OK, "none of relays in the last 1h"),
+        (Level.ERROR, "1 in the queue 'billing', in the last 1h: 1 rejected"),
+    ]
+
+
+async def _has_letters(transport: MemoryTransport) -> bool:
+    return bool(await transport.dead_letters.list())
 
 
 async def test_a_database_that_is_away_is_one_line(tmp_path: Path) -> None:
@@ -93,7 +119,7 @@ async def test_tables_that_are_missing_are_errors_and_nothing_is_asked_of_them(
     await outbox.create_tables()
     store = outbox.store
     assert isinstance(store, SqlStore)
-    await store.transact(lambda connection: connection.exec_driver_sql(f"DROP TABLE {table_name}_state"))
+    await store.runner.transact(lambda connection: connection.exec_driver_sql(f"DROP TABLE {table_name}_state"))
     ran = await command.run("doctor", "--json")
     assert (ran.code, ran.document["healthy"]) == (ExitCode.UNHEALTHY, False)
     [finding] = [finding for finding in ran.document["findings"] if finding["level"] == "error"]
@@ -103,11 +129,29 @@ async def test_tables_that_are_missing_are_errors_and_nothing_is_asked_of_them(
     assert len(await outbox.check_tables()) == 1, "nothing was made"
 
 
+@pytest.mark.parametrize(
+    "there", [[], ["_bindings", "_circuits", "_dead_letters", "_inbox", "_owners", "_state"]], ids=["none", "others"]
+)
+async def test_without_the_table_of_messages_every_missing_table_is_an_error(
+    command: Command, outbox: Outbox, table_name: str, there: list[str]
+) -> None:
+    await outbox.create_tables()
+    store = outbox.store
+    assert isinstance(store, SqlStore)
+    missing = [name for name in store.tables.metadata.tables if name.removeprefix(table_name) not in there]
+    for name in missing:
+        await store.runner.transact(lambda connection, name=name: connection.exec_driver_sql(f"DROP TABLE {name}"))
+    ran = await command.run("doctor", "--json")
+    assert (ran.code, ran.stderr, ran.document["healthy"]) == (ExitCode.UNHEALTHY, "", False)
+    errors = [finding["what"] for finding in ran.document["findings"] if finding["level"] == "error"]
+    assert sorted(errors) == sorted(f"{name}: the table is missing" for name in missing)
+
+
 async def test_a_warning_counts_only_if_it_shall(command: Command, outbox: Outbox, table_name: str) -> None:
     await outbox.create_tables()
     store = outbox.store
     assert isinstance(store, SqlStore)
-    await store.transact(lambda connection: connection.exec_driver_sql(f"DROP INDEX {table_name}_claim"))
+    await store.runner.transact(lambda connection: connection.exec_driver_sql(f"DROP INDEX {table_name}_claim"))
     ran = await command.run("doctor")
     assert ran.code == 0
     assert f"warning  tables: {table_name}: the index {table_name}_claim is missing\n" in ran.stdout
@@ -135,7 +179,7 @@ async def test_a_destination_that_does_not_answer_is_told_with_its_error_however
 ) -> None:
     async with outbox.transaction() as session:
         await outbox.emit_many(session, "order.created", range(3))
-    await outbox.store.open_circuit(None, timedelta(minutes=1), "connection refused")
+    await outbox.store.circuits.open(None, timedelta(minutes=1), "connection refused")
     silent = await found(outbox, "destinations")
     assert (silent.level, "mend the destination" in silent.advice) == (Level.WARNING, True)
     assert silent.what == "the destination does not answer, failure 1 in a row: connection refused"
@@ -148,10 +192,10 @@ async def test_a_destination_that_does_not_answer_is_told_with_its_error_however
 
 async def in_queue(outbox: Outbox, count: int) -> None:
     """Messages in the queue `billing`."""
-    await outbox.store.bind([Binding("billing", "order.#")])
+    await outbox.store.queues.bind([Binding("billing", "order.#")])
     async with outbox.transaction() as session:
         await outbox.emit_many(session, "order.created", range(count))
-    assert (await outbox.store.route(100, {})).taken == count
+    assert (await outbox.store.queues.route(100, {})).taken == count
 
 
 async def test_a_queue_that_nobody_serves_is_an_error_and_one_that_is_behind_a_warning(outbox: Outbox) -> None:
@@ -160,7 +204,7 @@ async def test_a_queue_that_nobody_serves_is_an_error_and_one_that_is_behind_a_w
     nobody = await found(outbox, "due messages")
     assert (nobody.level, nobody.advice) == (Level.ERROR, "start a worker for the queue")
     assert nobody.what.startswith("3 in the queue 'billing', the oldest for 5m")
-    async with outbox.store.claim(1, lease=timedelta(seconds=60), destination="billing"):
+    async with outbox.store.feed.claim(Selection(limit=1, lease=timedelta(seconds=60), destination="billing")):
         behind = await found(outbox, "due messages")
         leases = await found(outbox, "leases")
     assert behind.level == Level.WARNING
@@ -171,7 +215,7 @@ async def test_a_queue_that_nobody_serves_is_an_error_and_one_that_is_behind_a_w
 
 async def test_leases_that_ran_out_and_that_nobody_claimed_are_a_warning(outbox: Outbox) -> None:
     await in_queue(outbox, 2)
-    async with outbox.store.claim(2, lease=timedelta(seconds=60), destination="billing"):
+    async with outbox.store.feed.claim(Selection(limit=2, lease=timedelta(seconds=60), destination="billing")):
         await age(outbox, "lease_until")
         finding = await found(outbox, "leases")
     assert finding.level == Level.WARNING
@@ -180,11 +224,11 @@ async def test_leases_that_ran_out_and_that_nobody_claimed_are_a_warning(outbox:
 
 
 async def test_messages_that_no_queue_asks_for_are_a_warning_with_their_routing_keys(outbox: Outbox) -> None:
-    await outbox.store.bind([Binding("billing", "order.#")])
+    await outbox.store.queues.bind([Binding("billing", "order.#")])
     async with outbox.transaction() as session:
         for key, count in (("a", 1), ("b", 4), ("c", 3), ("d", 2)):
             await outbox.emit_many(session, f"stock.{key}", range(count))
-    assert (await outbox.store.route(100, {})).taken == 10
+    assert (await outbox.store.queues.route(100, {})).taken == 10
     await age(outbox, "due_at")  # they are out of the way of claims, so nobody is late
     assert (await found(outbox, "due messages")).level == Level.OK
     finding = await found(outbox, "routing")
@@ -202,7 +246,7 @@ async def test_a_queue_without_bindings_that_still_holds_messages_is_a_warning(o
 
 
 async def test_a_table_of_another_transport_is_an_error(outbox: Outbox) -> None:
-    await outbox.store.record_transport("rabbitmq")
+    await outbox.store.maintenance.record_transport("rabbitmq")
     finding = await found(outbox, "transport")
     assert finding.level == Level.ERROR
     assert finding.what.startswith("the table belongs to rabbitmq, and database is configured")
@@ -212,7 +256,9 @@ async def test_a_table_of_another_transport_is_an_error(outbox: Outbox) -> None:
 async def died(outbox: Outbox, *reasons: Reason) -> None:
     """Dead letters in the queue `billing`."""
     await in_queue(outbox, len(reasons))
-    async with outbox.store.claim(len(reasons), lease=timedelta(seconds=60), destination="billing") as claim:
+    async with outbox.store.feed.claim(
+        Selection(limit=len(reasons), lease=timedelta(seconds=60), destination="billing")
+    ) as claim:
         ends = zip(claim.attempts, reasons, strict=True)
         await claim.settle({attempt.id: Dead(reason, "why") for attempt, reason in ends})
 
@@ -232,8 +278,10 @@ async def test_fresh_dead_letters_are_an_error_by_queue_and_reason_until_they_ar
     assert (await command.run("doctor", OUTBOX_FRESH_DEAD_LETTERS="0")).code == 0
     store = outbox.store
     assert isinstance(store, SqlStore)
-    longer_ago = update(store.tables.dead_letters).values(died_at=store.later(store.clock(), literal(-3700.0)))
-    await store.transact(lambda connection: connection.execute(longer_ago))
+    longer_ago = update(store.tables.dead_letters).values(
+        died_at=store.dialect.later(store.dialect.clock(), literal(-3700.0))
+    )
+    await store.runner.transact(lambda connection: connection.execute(longer_ago))
     assert (await found(outbox, "dead letters")).level == Level.OK
     assert (await command.run("doctor", OUTBOX_FRESH_DEAD_LETTERS="2h")).code == ExitCode.UNHEALTHY
 
@@ -241,7 +289,7 @@ async def test_fresh_dead_letters_are_an_error_by_queue_and_reason_until_they_ar
 async def test_dead_letters_that_never_reached_a_queue_are_told_as_such(outbox: Outbox) -> None:
     async with outbox.transaction() as session:
         await outbox.emit(session, "order.created", 1)
-    async with outbox.store.claim(1, lease=timedelta(seconds=60)) as claim:
+    async with outbox.store.feed.claim(Selection(limit=1, lease=timedelta(seconds=60))) as claim:
         await claim.settle({claim.attempts[0].id: Dead(Reason.REFUSED, "404")})
     finding = await found(outbox, "dead letters")
     assert finding.what == "1 before they reached a queue, in the last 1h: 1 refused"
@@ -257,11 +305,11 @@ async def test_clocks_that_differ_are_measured_against_the_databases_own(outbox:
     hour, moment = timedelta(hours=1), timedelta(seconds=1)  # SQLite's clock counts milliseconds
 
     def measure(shift: timedelta) -> Callable[[Connection], timedelta]:
-        return lambda connection: skew(store, connection, lambda: datetime.now(UTC) + shift)
+        return lambda connection: skew(store.dialect, connection, lambda: datetime.now(UTC) + shift)
 
-    assert abs(await store.look(measure(timedelta(0)))) < moment
-    assert timedelta(minutes=59) < await store.look(measure(-hour)) < hour + moment, "the database is ahead"
-    assert -hour - moment < await store.look(measure(hour)) < -timedelta(minutes=59), "the database is behind"
+    assert abs(await store.runner.look(measure(timedelta(0)))) < moment
+    assert timedelta(minutes=59) < await store.runner.look(measure(-hour)) < hour + moment, "the database is ahead"
+    assert -hour - moment < await store.runner.look(measure(hour)) < -timedelta(minutes=59), "the database is behind"
 
 
 @pytest.mark.parametrize(("hours", "said"), [(1, "ahead of"), (-1, "behind")])
@@ -270,9 +318,10 @@ async def test_a_clock_that_is_wrong_is_a_warning(
 ) -> None:
     await outbox.create_tables()
     assert isinstance(outbox.store, SqlStore)
-    now = type(outbox.store).now
+    dialect = type(outbox.store.dialect)
+    now = dialect.now
     shift = literal(hours * 3600.0)
-    monkeypatch.setattr(type(outbox.store), "now", lambda store: store.later(now(store), shift))
+    monkeypatch.setattr(dialect, "now", lambda self: self.later(now(self), shift))
     finding = await found(outbox, "clocks")
     assert (finding.level, "NTP" in finding.advice) == (Level.WARNING, True)
     assert finding.what.startswith("the database is ") and finding.what.endswith(f"{said} this process")
@@ -317,7 +366,7 @@ async def test_a_transaction_that_holds_back_vacuum_is_named(
         finding = await found(alone, "transactions")
         assert finding.level == Level.WARNING
         assert finding.what.endswith("idle in transaction, role outbox")
-        assert finding.advice.endswith(f"SELECT pg_terminate_backend({connection.info.backend_pid})")
+        assert finding.advice.endswith(f"SELECT pg_catalog.pg_terminate_backend({connection.info.backend_pid})")
 
 
 async def test_a_role_that_may_not_see_other_transactions_is_told_the_right_that_it_lacks(
@@ -413,10 +462,10 @@ async def test_a_journal_that_is_not_written_ahead_is_a_warning_and_stays_as_it_
             await connection.execute(text(statement))
     await plain_engine.dispose()
     outbox = Outbox(db_engine_url=sqlite_command.settings["OUTBOX_DB_ENGINE_URL"])
-    examination = await outbox.store.examine()
+    examination = await outbox.store.inspection.examine()
     [mode] = [finding for finding in examination.findings if finding.subject == "journal mode"]
     assert mode.level == Level.WARNING and mode.what.startswith("delete: ")
-    assert (await outbox.store.examine()).findings == examination.findings
+    assert (await outbox.store.inspection.examine()).findings == examination.findings
     async with outbox.running(relay=True):
         pass
     assert (await found(outbox, "journal mode")).what == "wal"
@@ -450,7 +499,7 @@ async def test_a_database_in_memory_can_be_examined() -> None:
 async def test_a_silent_database_ends_with_the_code_of_one_that_is_away(
     command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outbox.stores.sql.WORK_WITHIN", 0.5)
+    monkeypatch.setattr("outbox.stores.runner.WORK_WITHIN", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # it lets callers in and never answers
         url = make_url(command.settings["OUTBOX_DB_ENGINE_URL"]).set(port=silent.getsockname()[1])
         ran = await command.run("doctor", OUTBOX_DB_ENGINE_URL=url.render_as_string(hide_password=False))

@@ -33,6 +33,7 @@ from outbox import (
 from outbox.core.attempt import Done, Reason
 from outbox.core.events import Emitted
 from outbox.core.prepared import prepare
+from outbox.core.store import Selection
 from tests.conftest import MakeOutbox
 from tests.seeds.observing import Recorder, arrival
 
@@ -261,7 +262,7 @@ async def test_what_was_due_before_1970_is_claimed_at_once(driver: Driving, outb
     await driver.begin()
     assert await driver.emit(outbox, "order.created", 1, eta=eta, timer_id="order-1") is not None
     await driver.commit()
-    async with outbox.store.claim(10, lease=timedelta(seconds=30)) as claim:
+    async with outbox.store.feed.claim(Selection(limit=10, lease=timedelta(seconds=30))) as claim:
         [attempt] = claim.attempts
         await claim.settle({attempt.id: Done()})
     await driver.begin()
@@ -274,7 +275,7 @@ async def test_an_expiration_counts_from_a_time_before_1970_as_from_any_other(dr
     await driver.begin()
     await driver.emit(outbox, "order.created", 1, eta=datetime(1960, 1, 1, tzinfo=UTC), expiration=timedelta(days=1))
     await driver.commit()
-    async with outbox.store.claim(10, lease=timedelta(seconds=30)) as claim:
+    async with outbox.store.feed.claim(Selection(limit=10, lease=timedelta(seconds=30))) as claim:
         assert claim.attempts == []
     assert [letter.reason for letter in await outbox.dead_letters.list()] == [Reason.EXPIRED]
 
@@ -373,7 +374,7 @@ async def test_another_error_of_the_driver_is_the_drivers_own(driver: Driving, o
 
 
 async def test_a_message_is_received_once_in_the_drivers_own_transaction(driver: Driving, outbox: Outbox) -> None:
-    await outbox.store.bind([Binding("q", "#")])
+    await outbox.store.queues.bind([Binding("q", "#")])
     sent = Message(routing_key="a", body=b"\x00", headers={"h": "ä"}, key="k", tracking_ids=("x", "evt_1"))
     await driver.begin()
     assert await driver.receive(outbox, "q", sent)
@@ -473,7 +474,7 @@ async def test_django_tells_of_its_commits_and_sleepers_are_woken(
     driver: Driving, outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[object] = []
-    monkeypatch.setattr(outbox.store, "announce", told.append)
+    monkeypatch.setattr(outbox.store.queues, "announce", told.append)
     await driver.begin()
     await driver.emit(outbox, "a", "gone")
     await driver.rollback()

@@ -36,6 +36,21 @@ def test_a_child_cannot_end_the_parents_transaction(database_url: str, table_nam
     assert found["orders"] == found["messages"] == ["inside"]
 
 
+@pytest.mark.parametrize("database_url", ["postgresql+asyncpg"], indirect=True)  # without a loop: psycopg
+def test_children_that_are_forked_while_threads_emit_emit_too(database_url: str, table_name: str) -> None:
+    found = forked("threads", database_url, table_name)
+    assert found["codes"] == [0] * 9
+    assert found["orders"] == found["told"]
+    assert found["messages"] == found["told"]
+
+
+@pytest.mark.parametrize("database_url", ["postgresql+psycopg"], indirect=True)
+def test_a_child_waits_for_no_thread_that_its_parent_alone_has(database_url: str, table_name: str) -> None:
+    found = forked("midway", database_url, table_name)
+    assert found["codes"] == {"make_sync_engine": [0], "connection": [0], "listen": [0]}
+    assert found["orders"] == found["messages"] == found["told"]
+
+
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 def test_on_sqlite_a_child_is_refused_while_the_parent_has_the_file_open(database_url: str, table_name: str) -> None:
     found = forked("refused", database_url, table_name)

@@ -17,7 +17,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 import outbox as library
 from outbox import NEVER, ConfigurationError, Listener, Message, Outbox
-from outbox.core.cloudevents import MOST_EVENTS
+from outbox.core.cloudevents_json import MOST_EVENTS
 from outbox.core.events import Advised, Received, RequestDeclined, Troubled
 from outbox.inbound.http.app import HttpApp
 from outbox.testing.draining import drain
@@ -540,13 +540,13 @@ async def test_what_comes_together_is_stored_together(
     outbox: Outbox, make_outbox: MakeOutbox, listener: Listener, arrivals: Arrivals, recorder: Recorder
 ) -> None:
     app = outbox.http_app([listener], secrets=None)
-    gathering = app._intake.gathering("orders")
+    storage = app._intake.storage("orders")
     async with serving(app) as sender:
         async with held(make_outbox()):
             first = asyncio.ensure_future(sender.post(*structured(0, id="0")))
-            await eventually(lambda: gathering._writing is not None and not gathering._waiting)
+            await eventually(lambda: storage._writing is not None and len(storage._waiting) == 1)
             sending = asyncio.gather(*(sender.post(*structured(id, id=str(id))) for id in range(1, 30)))
-            await eventually(lambda: len(gathering._waiting) == 29)
+            await eventually(lambda: len(storage._waiting) == 30)
         assert {each.status for each in [await first, *await sending]} == {202}
         assert {(await arrival(arrivals))[0] for _ in range(30)} == set(range(30))
     assert [each.stored for each in recorder.of(Received)] == [1, 29]
@@ -576,7 +576,7 @@ def test_one_event_loop_does_not_wait_for_what_another_stores(
     async def begin() -> asyncio.Task[int]:
         await outbox.create_tables()
         task = asyncio.create_task(post("1"))
-        while app._intake.gathering("orders")._writing is None:
+        while app._intake.storage("orders")._writing is None:
             await asyncio.sleep(0)
         return task
 

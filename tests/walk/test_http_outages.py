@@ -8,8 +8,9 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from sqlalchemy import ColumnElement, Integer, Text, cast, update
 
-from outbox import Outbox
+from outbox import Outbox, Reason
 from outbox.core.events import CircuitClosed, CircuitOpened
 from outbox.core.store import CircuitState
 from outbox.outbound import circuit
@@ -77,6 +78,38 @@ async def test_an_outage_burns_nothing_and_everything_arrives_when_it_is_over(
     levels = [record.levelname for record in caplog.records if record.name == "outbox"]
     assert levels[0] == "ERROR" and 1 <= levels.count("WARNING") <= levels.count("ERROR") <= 2
     assert (await first.backlog()).dead == 0
+
+
+@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+async def test_what_cannot_be_written_as_a_request_dies_and_closes_no_circuit(
+    make_outbox: MakeOutbox, sink: HttpSink, recorder: Recorder
+) -> None:
+    transport = HttpTransport(sink.url, mode="binary", timeout=0.3)
+    outbox = make_outbox(transport=transport, observers=[recorder])
+    await outbox.create_tables()
+    await sink.stop()
+    table = outbox.tables.messages
+    async with outbox.running(relay=True):
+        await emit(outbox, 1)
+        await recorder.wait_for(CircuitOpened, 1)
+        sent = await emit(outbox, 25)
+        async with outbox.transaction() as session:
+            odd = update(table).where(table.c.body != b"0", as_integer(table.c.body) < 6)
+            await session.execute(odd.values(content_type="text/kr\u00e4ftig", due_at=table.c.created_at))
+        await eventually(lambda: dead(outbox, 5))
+        assert not recorder.of(CircuitClosed)
+        assert {letter.reason for letter in await outbox.dead_letters.list()} == {Reason.REFUSED}
+        await sink.start()
+        await eventually(lambda: empty(outbox))
+    assert len({*sink.ids} & {*sent}) == 20
+
+
+async def dead(outbox: Outbox, count: int) -> bool:
+    return (await outbox.backlog()).dead == count
+
+
+def as_integer(body: ColumnElement[bytes]) -> ColumnElement[int]:
+    return cast(cast(body, Text), Integer)
 
 
 async def test_of_two_routes_one_server_is_away_and_the_other_gets_everything(

@@ -14,9 +14,9 @@ import pytest
 from outbox import Listener, Message, Outbox
 from outbox.core.events import RequestDeclined
 from outbox.inbound.http import bodies
-from outbox.inbound.http.answer import Declined
 from outbox.inbound.http.app import HttpApp
 from outbox.inbound.http.bodies import Bodies
+from outbox.inbound.http.response import Declined
 from tests.seeds.observing import Recorder, eventually
 
 from .sending import STRUCTURED, Answered, Sender, answer, head, serving, signed, structured

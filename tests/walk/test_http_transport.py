@@ -16,7 +16,7 @@ from outbox import Message
 from outbox.core.transport import Defaults, Published
 from outbox.core.webhooks import Secrets, verify
 from outbox.transports import http
-from outbox.transports.http import HttpTransport, exchange
+from outbox.transports.http import HttpTransport, client
 from tests.http_sink import (
     Behaviour,
     Connection,
@@ -123,7 +123,7 @@ async def test_redirects_are_not_followed(sink: HttpSink, code: int) -> None:
 async def test_the_status_counts_whatever_the_body_does(
     sink: HttpSink, behaviour: Behaviour, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exchange, "BODY_WITHIN", 1.0)
+    monkeypatch.setattr(client, "BODY_WITHIN", 1.0)
     sink.behave(behaviour)
     sent = message()
     found = await published(sink, sent)
@@ -221,11 +221,11 @@ async def test_a_destination_that_repeats_a_request_shows_no_secret(first: bytes
 
     async with await asyncio.start_server(echo, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
-        url = f"http://user:password@127.0.0.1:{port}/hook/T0K3Nxxxxxxxxxx?token=c4n4ry&password"
+        url = f"http://user:password@127.0.0.1:{port}/hook/T0K3Nxxxxxxxxxx?token=c4n4ry&password&c4n4ryAlone"
         headers = {"x-api-key": "c4n4ry-c4n4ry", "x-signature": "Bearer c4n4ry.c4n4ry"}
         async with opened(HttpTransport(url, headers=headers)) as transport:
             found = await transport.publish([message()])
-    assert "POST /hook/***?token=***&***" in repr(found)
+    assert "POST /hook/***?token=***&***&***" in repr(found)
     assert "T0K3N" not in repr(found)
     assert "c4n4ry" not in repr(found)
     assert "dXNlcjpwYXNzd29yZA" not in repr(found)
@@ -381,7 +381,7 @@ async def test_an_answer_that_nobody_asked_for_is_not_taken_for_the_next_one(
     sink.behave(status(400))
     async with opened(HttpTransport(sink.url)) as transport:
         assert (await transport.publish([message()])).confirmed
-        [kept] = [protocol for each in transport._exchange._connector._conns.values() for protocol, _ in each]
+        [kept] = [protocol for each in transport._client._connector._conns.values() for protocol, _ in each]
         more.set()
         async with asyncio.timeout(LONG):
             while not kept.should_close:
@@ -485,7 +485,7 @@ async def test_without_a_secret_nothing_is_signed(sink: HttpSink) -> None:
 
 
 async def test_settings_fill_in_what_was_not_given(sink: HttpSink) -> None:
-    defaults = Defaults(source="/from/settings", webhook_secrets=Secrets(bytes(24)))
+    defaults = Defaults(settings={"source": "/from/settings", "webhook_secrets": Secrets(bytes(24))})
     for options, source, signed in (
         ({}, "/from/settings", True),
         ({"source": "/own", "secrets": ()}, "/own", False),
@@ -543,6 +543,16 @@ async def test_a_message_that_cannot_be_written_takes_no_other_with_it(
         found = await transport.publish([broken, fine])
     assert found.confirmed == {fine.id}
     assert "no way" in found.refused[broken.id].error
+    assert found.refused[broken.id].permanent
+
+
+async def test_a_message_that_cannot_be_written_is_no_answer_of_its_destination(sink: HttpSink) -> None:
+    broken, told = message(content_type="text/kr\u00e4ftig"), []
+    async with opened(HttpTransport(sink.url, mode="binary")) as transport:
+        found = await transport.publish([broken], told.append)
+    assert [(each.answered, [*each.refused]) for each in told] == [(False, [broken.id])]
+    assert (found.answered, found.asked, found.refused[broken.id].permanent) == (False, False, True)
+    assert sink.connections == 0
 
 
 @pytest.mark.parametrize("content_type", ["text/plain\r\nx-admin: yes", "text/plain\x00", "text/kr\u00e4ftig"])

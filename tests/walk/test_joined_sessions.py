@@ -54,13 +54,13 @@ async def outbox(make_outbox: MakeOutbox) -> Outbox:
 def told(outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What was done because something had committed, in its order: announcements, and hooks that append to it."""
     told: list[str] = []
-    announce = outbox.store.announce
+    announce = outbox.store.queues.announce
 
     def announced(*destinations: str | None) -> None:
         told.append("announced")
         announce(*destinations)
 
-    monkeypatch.setattr(outbox.store, "announce", announced)
+    monkeypatch.setattr(outbox.store.queues, "announce", announced)
     return told
 
 

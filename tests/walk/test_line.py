@@ -14,11 +14,12 @@ from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from outbox import Message, Outbox
 from outbox.core.attempt import Done
 from outbox.core.binding import Binding
-from outbox.core.store import Routing, Wanted
-from outbox.stores import notify
-from outbox.stores.line import Line
-from outbox.stores.notify import Notifier
-from outbox.stores.postgresql import PostgresqlStore
+from outbox.core.store import Routing, Selection, Wanted
+from outbox.stores.postgresql import PostgresqlStore, direct, notify
+from outbox.stores.postgresql.connection import Line
+from outbox.stores.postgresql.direct import DirectConnection
+from outbox.stores.postgresql.notify import Notifier
+from outbox.stores.receiving import PlacingStatements
 from outbox.stores.rows import placed_row
 from tests.walk.cutting import connections_taken
 from tests.walk.test_worker import PATIENCE
@@ -39,8 +40,8 @@ class Straight:
         """The line, once there is one."""
         async with asyncio.timeout(PATIENCE):
             while True:
-                await self.store.wait(0.01)
-                line = self.store._notifier._line
+                await self.store.feed.wait(0.01)
+                line = self.store.runner.direct.line
                 if line is not None and line is not other_than and line.is_free and line._raw._listeners:
                     return line
 
@@ -58,7 +59,7 @@ class Straight:
         return count
 
     async def routed(self) -> Routing:
-        return await self.store.route(10, {}, {"q": Wanted(10, LEASE)})
+        return await self.store.queues.route(10, {}, {"q": Wanted(10, LEASE)})
 
     async def cut(self, line: Line) -> None:
         """End the line from the server's side."""
@@ -72,7 +73,7 @@ async def straight(postgresql_url: str, table_name: str) -> AsyncIterator[Straig
     admin = create_async_engine(url)
     outbox = Outbox(db_engine_url=url, table_name=table_name)
     await outbox.create_tables()
-    await outbox.store.bind([Binding("q", "#")])
+    await outbox.store.queues.bind([Binding("q", "#")])
     straight = Straight(outbox, admin)
     await straight.emit()
     assert await straight.handled() == 1  # by the long way: the routing key is known from now on
@@ -91,7 +92,9 @@ async def test_known_messages_are_routed_over_the_line(straight: Straight, monke
 
     monkeypatch.setattr(line, "ask", ask)
     async with asyncio.timeout(PATIENCE):
-        while straight.store._route_to_one_statement not in asked:  # now and then a notification is in its way
+        while (
+            straight.store.feed.selecting._route_to_one_statement not in asked
+        ):  # now and then a notification is in its way
             await straight.emit()
             assert await straight.handled() == 1
 
@@ -144,7 +147,7 @@ async def test_while_nothing_happens_only_the_line_is_asked(straight: Straight) 
         statements.append(statement)
 
     async def claimed() -> int:
-        async with store.claim(10, lease=LEASE, destination="q") as claim:
+        async with store.feed.claim(Selection(limit=10, lease=LEASE, destination="q")) as claim:
             assert not await claim.settle({attempt.id: Done() for attempt in claim.attempts})
             return len(claim.attempts)
 
@@ -152,19 +155,25 @@ async def test_while_nothing_happens_only_the_line_is_asked(straight: Straight) 
     event.listen(Engine, "before_cursor_execute", count)
     try:
         for _ in range(3):
-            await store.wait(0.25, destination="q")
+            await store.feed.wait(0.25, destination="q")
             assert await claimed() == 0
         assert statements == []
     finally:
         event.remove(Engine, "before_cursor_execute", count)
     silent = Message(routing_key="order.created", body=b"1")
-    await store.transact(lambda connection: store.place(connection, [placed_row("q", silent)]))
+    await store.runner.transact(
+        lambda connection: PlacingStatements(store.tables, store.dialect).place_all(
+            connection, [placed_row("q", silent)]
+        )
+    )
     assert await claimed() == 1
 
 
 async def test_a_line_that_comes_too_late_is_closed(straight: Straight, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct, "LAST_WORDS", 0.01)
     monkeypatch.setattr(notify, "LAST_WORDS", 0.01)
-    connect, may_connect, asked = straight.store.spare_engine, asyncio.Event(), asyncio.Event()
+    store = straight.store
+    connect, may_connect, asked = store.runner.spare_engine, asyncio.Event(), asyncio.Event()
 
     async def slowly() -> AsyncEngine:
         asked.set()
@@ -172,8 +181,8 @@ async def test_a_line_that_comes_too_late_is_closed(straight: Straight, monkeypa
         return await connect()
 
     await straight.line()  # it is no line that nobody closed
-    notifier = Notifier(straight.store)
-    monkeypatch.setattr(straight.store, "spare_engine", slowly)
+    coming = DirectConnection(slowly, store.runner.driver, store.runner)
+    notifier = Notifier(store.tables, store.dialect, store.runner, coming, store.wakeup)
     with connections_taken() as taken:
         await notifier.listen(0)
         async with asyncio.timeout(PATIENCE):
@@ -181,6 +190,6 @@ async def test_a_line_that_comes_too_late_is_closed(straight: Straight, monkeypa
         await notifier.close()
         may_connect.set()
         async with asyncio.timeout(PATIENCE):
-            while notifier._letting_go:
+            while coming._letting_go:
                 await asyncio.sleep(0.01)
         assert not taken

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -143,6 +145,34 @@ async def test_a_failed_flush_that_is_swallowed_has_failed(
     outcomes = await ends(outbox, watch, [in_loop], 1)
     assert isinstance(outcomes["loop"][0], Dead) and outcomes["loop"][0].reason is Reason.EXHAUSTED
     assert await effects.all() == []
+
+
+@on(("sqlite", MEMORY), ("sqlite", None))
+async def test_a_listener_that_swallows_a_rollback_of_sqlite_has_failed(
+    make_outbox: MakeOutbox, watch: Watch, effects: Effects, transport: str | None
+) -> None:
+    outbox = make_outbox(transport=transport, observers=[watch])
+    name = effects.table.name
+    raising = f"BEFORE INSERT ON {name} WHEN NEW.n = 13 BEGIN SELECT RAISE(ROLLBACK, 'full'); END"
+    async with outbox.transaction() as session:
+        await session.execute(text(f"CREATE TRIGGER {name}_full {raising}"))
+
+    @listen("#", queue="loop", retry_delays=())
+    async def in_loop(body: int, session: AsyncSession) -> None:
+        await session.execute(effects.write("loop"))
+        with pytest.raises(DBAPIError, match="full"):
+            await session.execute(effects.write("none", 13))
+
+    @listen("#", queue="thread", retry_delays=())
+    def in_thread(body: int, session: Session) -> None:
+        session.execute(effects.write("thread"))
+        with pytest.raises(DBAPIError, match="full"):
+            session.execute(effects.write("none", 13))
+
+    outcomes = await ends(outbox, watch, [in_loop, in_thread], 2)
+    assert all(isinstance(ended[0], Dead) for ended in outcomes.values()), outcomes
+    assert await effects.all() == []
+    assert {letter.queue for letter in await outbox.dead_letters.list()} == {"loop", "thread"}
 
 
 @on(("postgresql+asyncpg", MEMORY), ("postgresql+psycopg", MEMORY))
@@ -315,6 +345,9 @@ async def test_a_transaction_that_was_ended_on_the_driver_is_not_tried_again(
     def end(connection: Connection) -> None:
         connection.connection.commit()
 
+    def again(connection: Connection) -> None:
+        connection.connection.cursor().execute("SELECT 1")
+
     async def commit(session: AsyncSession, what: str) -> None:
         await session.execute(effects.write(what))
         await session.run_sync(lambda plain: end(plain.connection()))
@@ -338,6 +371,17 @@ async def test_a_transaction_that_was_ended_on_the_driver_is_not_tried_again(
         await commit(session, "times out")
         await asyncio.sleep(60)
 
+    @listen("#", queue="is cancelled", retry_delays=delays)
+    async def is_cancelled(body: int, session: AsyncSession) -> None:
+        await commit(session, "is cancelled")
+        raise asyncio.CancelledError
+
+    @listen("#", queue="begins again", retry_delays=delays)
+    async def begins_again(body: int, session: AsyncSession) -> None:
+        await commit(session, "begins again")
+        await session.run_sync(lambda plain: again(plain.connection()))
+        raise OSError("after all")
+
     @listen("#", queue="lists", retry_delays=delays, batch=10)
     async def lists(bodies: list[int], session: AsyncSession) -> None:
         await commit(session, "lists")
@@ -349,12 +393,164 @@ async def test_a_transaction_that_was_ended_on_the_driver_is_not_tried_again(
         end(session.connection())
         raise OSError("after all")
 
-    listeners = [returns, raises, goes_on, times_out, lists, thread]
+    @listen("#", queue="thread begins again", retry_delays=delays)
+    def thread_begins_again(body: int, session: Session) -> None:
+        session.execute(effects.write("thread begins again"))
+        end(session.connection())
+        again(session.connection())
+        raise OSError("after all")
+
+    @listen("#", queue="thread times out", retry_delays=delays, timeout=1)
+    def thread_times_out(body: int, session: Session) -> None:
+        session.execute(effects.write("thread times out"))
+        end(session.connection())
+        time.sleep(2)
+
+    @listen("#", queue="thread in lists times out", retry_delays=delays, timeout=1, batch=10)
+    def thread_in_lists(bodies: list[int], session: Session) -> None:
+        session.execute(effects.write("thread in lists times out"))
+        end(session.connection())
+        time.sleep(2)
+
+    listeners = [returns, raises, goes_on, times_out, is_cancelled, begins_again, lists]
+    listeners += [thread, thread_begins_again, thread_times_out, thread_in_lists]
     outcomes = await ends(outbox, watch, listeners, len(listeners))
     for ended in outcomes.values():
         assert [outcome.reason for outcome in ended] == [Reason.REJECTED], outcomes
         assert "TransactionEnded" in ended[0].error and "driver's own connection" in ended[0].error
     assert sorted(await effects.all()) == sorted(listener.queue for listener in listeners)
+
+
+@on(("postgresql+psycopg", MEMORY), ("postgresql+asyncpg", None))
+async def test_an_end_behind_other_statements_of_one_text_is_refused_too(
+    make_outbox: MakeOutbox, watch: Watch, effects: Effects, transport: str | None
+) -> None:
+    """psycopg sends them all, and the last of them begins another transaction. asyncpg sends one statement."""
+    outbox = make_outbox(transport=transport, observers=[watch])
+    write = f"INSERT INTO {effects.table.name} (what, n) VALUES ('one', 1)"
+
+    @listen("#", queue="q", retry_delays=(0,))
+    async def listener(body: int, session: AsyncSession) -> None:
+        await session.execute(text(f"{write}; COMMIT; BEGIN"))
+
+    outcomes = await ends(outbox, watch, [listener], 2)
+    assert "the listener executed COMMIT" in outcomes["q"][-1].error
+    with pytest.raises(TransactionError, match="the text COMMIT"):
+        async with outbox.transaction() as session:
+            await outbox.emit(session, "order.created", 2)
+            await session.execute(text(f"{write}; COMMIT; BEGIN"))
+    assert await effects.all() == []
+
+
+@on(("postgresql+psycopg", MEMORY), ("postgresql+psycopg", None), ("sqlite", MEMORY))
+async def test_a_driver_that_has_begun_another_transaction_hides_no_end_of_the_first(
+    make_outbox: MakeOutbox, watch: Watch, effects: Effects, transport: str | None
+) -> None:
+    """It begins one by itself with the next statement."""
+    outbox = make_outbox(transport=transport, observers=[watch])
+    delays = (0, 0)
+
+    @listen("#", queue="raises", retry_delays=delays)
+    async def raises(body: int, session: AsyncSession) -> None:
+        await session.execute(effects.write("raises"))
+        driver: Any = (await (await session.connection()).get_raw_connection()).driver_connection
+        await driver.commit()
+        await driver.execute("SELECT 1")
+        raise OSError("after all")
+
+    @listen("#", queue="returns", retry_delays=delays)
+    async def returns(body: int, session: AsyncSession) -> None:
+        await session.execute(effects.write("returns"))
+        driver: Any = (await (await session.connection()).get_raw_connection()).driver_connection
+        await driver.commit()
+        await driver.execute("SELECT 1")
+
+    @listen("#", queue="rolls back", retry_delays=delays)
+    async def rolls_back(body: int, session: AsyncSession) -> None:
+        await session.execute(effects.write("rolls back"))
+        driver: Any = (await (await session.connection()).get_raw_connection()).driver_connection
+        await driver.rollback()
+        await driver.execute("SELECT 1")
+
+    @listen("#", queue="thread", retry_delays=delays)
+    def thread(body: int, session: Session) -> None:
+        session.execute(effects.write("thread"))
+        driver: Any = session.connection().connection.driver_connection
+        driver.commit()
+        driver.execute("SELECT 1")
+        raise OSError("after all")
+
+    listeners = [raises, returns, rolls_back, thread]
+    outcomes = await ends(outbox, watch, listeners, len(listeners))
+    for ended in outcomes.values():
+        assert [outcome.reason for outcome in ended] == [Reason.REJECTED], outcomes
+    assert sorted(await effects.all()) == ["raises", "returns", "thread"]
+
+
+@on(("postgresql+asyncpg", None), ("sqlite", MEMORY))
+async def test_a_transaction_that_was_ended_on_the_driver_is_not_tried_again_after_a_shutdown(
+    make_outbox: MakeOutbox, watch: Watch, effects: Effects, transport: str | None
+) -> None:
+    outbox = make_outbox(transport=transport, observers=[watch], grace=0.1)
+    committed, over = threading.Event(), threading.Event()
+    asked: list[BaseException] = []
+
+    def end(session: Session, what: str) -> None:
+        session.execute(effects.write(what))
+        session.connection().connection.commit()
+        committed.set()
+
+    async def on_error(error: BaseException, message: object, session: AsyncSession, attempt: object) -> None:
+        asked.append(error)
+
+    @listen("loop", queue="loop", retry_delays=(0,), timeout=30, on_error=on_error)
+    async def loop(body: int, session: AsyncSession) -> None:
+        await session.run_sync(end, "loop")
+        await asyncio.sleep(60)
+
+    @listen("thread", queue="thread", retry_delays=(0,), timeout=30)
+    def thread(body: int, session: Session) -> None:
+        end(session, "thread")
+        over.wait(60)
+
+    for listener in (loop, thread):
+        await emit(outbox, 1, routing_key=listener.queue)
+        async with outbox.running(relay=True, listeners=[listener]):
+            await eventually(lambda: committed.is_set())
+        committed.clear()
+    over.set()
+    outcomes = [event.outcome for event in watch.of(Handled)]
+    assert [outcome.reason for outcome in outcomes if isinstance(outcome, Dead)] == [Reason.REJECTED] * 2, outcomes
+    assert asked == []
+
+
+@on(("postgresql+asyncpg", None), ("sqlite", MEMORY))
+async def test_a_thread_whose_time_is_over_cannot_end_its_transaction_on_the_driver(
+    make_outbox: MakeOutbox, watch: Watch, effects: Effects, transport: str | None
+) -> None:
+    """Its message is tried again, and what it commits now would be repeated."""
+    outbox = make_outbox(transport=transport, observers=[watch])
+    over = threading.Event()
+    refused: list[Exception] = []
+
+    @listen("#", queue="thread", retry_delays=(), timeout=0.5)
+    def thread(body: int, session: Session) -> None:
+        session.execute(effects.write("thread"))
+        over.wait(60)
+        try:
+            session.connection().connection.commit()
+        except TransactionError as error:
+            refused.append(error)
+
+    await emit(outbox, 1)
+    async with outbox.running(relay=True, listeners=[thread]):
+        try:
+            [handled] = await watch.wait_for(Handled, 1)
+        finally:
+            over.set()
+        await eventually(lambda: refused)
+    assert isinstance(handled.outcome, Dead) and handled.outcome.reason is Reason.EXHAUSTED
+    assert await effects.all() == []
 
 
 # AUTOCOMMIT.

@@ -10,10 +10,12 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from sqlalchemy import NullPool, text
+from sqlalchemy import Connection, NullPool, create_engine, make_url, text
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
+from sqlalchemy.orm import Session
 
 from outbox import Listener, Outbox, WrongEventLoop
+from outbox.adapters import sync_url
 from outbox.transports.memory import MemoryTransport
 
 WITHIN = 30.0  # seconds that no test takes
@@ -180,6 +182,24 @@ async def test_a_transport_whose_connections_are_another_loops_is_refused(tmp_pa
     await outbox.close()
 
 
+async def test_dead_letters_at_a_broker_are_refused_to_another_loop_while_a_worker_has_the_connection(
+    tmp_path: object, rabbitmq_url: str
+) -> None:
+    outbox = Outbox(db_engine_url=f"sqlite+aiosqlite:///{tmp_path}/outbox.db", transport=rabbitmq_url)
+
+    async def listed() -> None:
+        assert await outbox.dead_letters.list(queue="orders") == []
+
+    listener, _ = collecting([], 1)
+    async with outbox.running(listeners=[listener]):
+        await listed()
+        with pytest.raises(WrongEventLoop, match="an Outbox for each loop"):
+            await in_another_loop(listed)
+        await listed()
+    await in_another_loop(listed)
+    await outbox.close()
+
+
 def test_a_database_in_memory_outlives_its_loop_and_serves_one_at_a_time() -> None:
     outbox = Outbox(db_engine_url="sqlite+aiosqlite:///:memory:")
     asyncio.run(emitted(outbox, 1))
@@ -208,4 +228,50 @@ def test_threads_without_a_loop_need_none(database_url: str, table_name: str) ->
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(emit, range(4)))
     assert asyncio.run(outbox.backlog()).waiting == 4
+    asyncio.run(outbox.close())
+
+
+async def test_commits_while_a_run_ends_leave_no_connection_behind(database_url: str, table_name: str) -> None:
+    outbox = Outbox(db_engine_url=database_url, table_name=table_name, poll_interval=0.2)
+    listener = Listener("order.*", lambda body: None, queue="orders")
+
+    async def run() -> None:
+        async with outbox.running(listeners=[listener]):
+            await asyncio.sleep(0.05)
+
+    for _ in range(5):
+        running = asyncio.create_task(run())
+        while not running.done():
+            await emitted(outbox, 1)
+        await running
+    await outbox.close()
+    gc.collect()  # a connection that nothing closed would warn now, and a warning is an error here
+
+
+@pytest.mark.parametrize("database_url", ["sqlite", "postgresql+psycopg"], indirect=True)
+def test_a_thread_that_waits_for_a_connection_holds_up_no_other(database_url: str, table_name: str) -> None:
+    outbox = Outbox(db_engine_url=database_url, table_name=table_name)
+    asyncio.run(outbox.create_tables())
+    engine = create_engine(sync_url(make_url(database_url)), pool_size=1, max_overflow=0, pool_timeout=5)
+    waits = threading.Event()
+
+    class WaitingSession(Session):
+        def connection(self, *arguments: object, **options: object) -> Connection:
+            waits.set()
+            return super().connection(*arguments, **options)  # type: ignore[arg-type]
+
+    def emit_when_there_is_a_connection() -> None:
+        with WaitingSession(engine) as session, session.begin():
+            outbox.emit_sync(session, "order.created", 2)
+
+    with ThreadPoolExecutor(1) as threads:
+        with Session(engine) as session, session.begin():
+            session.execute(text("SELECT 1"))  # now it has the only one
+            waiting = threads.submit(emit_when_there_is_a_connection)
+            assert waits.wait(WITHIN)
+            outbox.emit_sync(session, "order.created", 1)
+            assert not waiting.done(), "this had to wait until the other one gave up"
+        waiting.result(WITHIN)
+    engine.dispose()
+    assert len(asyncio.run(outbox.messages())) == 2
     asyncio.run(outbox.close())

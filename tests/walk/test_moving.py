@@ -255,8 +255,8 @@ async def test_a_worker_for_leftovers_binds_and_serves_its_queue_and_routes_noth
     async with sqlite_outbox.transaction() as session:
         await sqlite_outbox.emit(session, "short", 1)
     queued = Message(routing_key="short", body=b"2")
-    await sqlite_outbox.store.deliver([queued], {queued.id: ["short"]})
-    await sqlite_outbox.store.record_transport("rabbitmq")
+    await sqlite_outbox.store.queues.deliver([queued], {queued.id: ["short"]})
+    await sqlite_outbox.store.maintenance.record_transport("rabbitmq")
     with sqlite_application.started("worker", "application:short", "--leftovers") as worker:
         assert await asyncio.to_thread(line_of, worker) == "began"
         await eventually(lambda: _queues_are_empty(sqlite_outbox))
@@ -266,7 +266,7 @@ async def test_a_worker_for_leftovers_binds_and_serves_its_queue_and_routes_noth
         assert worker.stdout.read().split() == ["ended"]
     assert await sqlite_outbox.bindings() == [Binding("short", "short")]
     assert [stored.message.body for stored in await sqlite_outbox.messages()] == [b"1"]
-    assert await sqlite_outbox.store.recorded_transport() == "rabbitmq"
+    assert await sqlite_outbox.store.maintenance.recorded_transport() == "rabbitmq"
 
 
 async def _unroutable(outbox: Outbox) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -247,6 +248,46 @@ async def test_without_a_database_it_is_refused() -> None:
 
     with pytest.raises(ConfigurationError, match="q asks for a session, but no database is set up"):
         await Outbox(transport="memory://").worker([listener])
+
+
+@pytest.mark.parametrize("how", ["awaited", "in a thread", "in a thread that is late"])
+async def test_one_that_commits_on_its_driver_is_not_asked_again(
+    make_outbox: MakeOutbox, watch: Watch, effects: Effects, transport: str | None, how: str
+) -> None:
+    """Its effects are committed, and another attempt that fails would repeat them."""
+    outbox = make_outbox(transport=transport, observers=[watch])
+
+    def commit(session: Session) -> None:
+        session.execute(effects.write("compensated"))
+        session.connection().connection.commit()
+
+    async def awaited(error: BaseException, message: Message, session: AsyncSession, attempt: FailedAttempt) -> None:
+        await session.run_sync(commit)
+
+    def plain(error: BaseException, message: Message, session: Session, attempt: FailedAttempt) -> None:
+        commit(session)
+        if "late" in how:
+            time.sleep(2)
+
+    async def fails(body: int) -> None:
+        raise OSError("away")
+
+    def fails_plainly(body: int) -> None:
+        raise OSError("away")
+
+    options: dict[str, Any] = {"queue": "q", "retry_delays": (0, 0), "timeout": 1 if "late" in how else 30}
+    if how == "awaited":
+        listener = listen("#", on_error=awaited, **options)(fails)
+    else:
+        listener = listen("#", on_error=plain, **options)(fails_plainly)
+    await emit(outbox, 1)
+    async with outbox.running(relay=True, listeners=[listener]):
+        [outcome] = await watch.outcomes(1)
+        while not await outbox.dead_letters.list():
+            await asyncio.sleep(0.05)
+    assert isinstance(outcome, Dead) and outcome.reason is Reason.REJECTED
+    assert "driver's own connection" in outcome.error and "OSError: away" in outcome.error
+    assert await effects.all() == ["compensated"]
 
 
 async def test_one_that_outlives_the_grace_is_abandoned_and_the_message_given_back(

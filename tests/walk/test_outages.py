@@ -57,6 +57,39 @@ async def test_a_database_that_is_restarted_is_two_lines_of_the_log(
     assert ends[0] == "WARNING" and ends[1].startswith("the database answers again after ")
 
 
+async def test_a_busy_worker_tells_no_end_of_an_outage_before_the_database_is_back(
+    server: PostgreSQL, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder, running, go_on = Recorder(), set[int](), asyncio.Event()
+
+    async def slow(number: int) -> None:
+        running.add(number)
+        await go_on.wait()
+
+    def of_the_router() -> list[Troubled]:
+        return [event for event in recorder.of(Troubled) if event.where == "relay"]
+
+    outbox = Outbox(
+        db_engine_url=server.url, poll_interval=0.2, restart_delay=0.1, prefetch_count=5, observers=[recorder]
+    )
+    with caplog.at_level(logging.WARNING):
+        async with outbox.running(listeners=[Listener("order.*", slow, queue="orders")]):
+            await emit(outbox, 20)
+            await eventually(lambda: len(running) == 5)  # the queue is full, and wants nothing of the router
+            await asyncio.to_thread(server.stop)
+            await eventually(lambda: len(of_the_router()) >= 3)
+            too_early = recorder.of(Recovered)
+            await asyncio.to_thread(server.start)
+            await recorder.wait_for(Recovered)
+            go_on.set()
+            await recorder.wait_for(Handled, 20)
+        await outbox.close()
+    assert too_early == []
+    begins, ends = [record.getMessage() for record in caplog.records if record.name == "outbox"]
+    assert "; again in 100ms" in begins
+    assert ends.startswith("the database answers again after ")
+
+
 async def _emitted(outbox: Outbox) -> bool:
     """Producers of the same process get the database's error until it is back."""
     try:

@@ -18,7 +18,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, c
 from sqlalchemy.orm import Session
 
 from outbox import ConfigurationError, Message, Outbox, Reject, listen
-from outbox.stores.pooling import UNPREPARED
+from outbox.stores.postgresql.pgbouncer import UNPREPARED
 from outbox.testing.servers import PgBouncer
 
 from .commands import Command, until
@@ -314,7 +314,7 @@ async def test_a_process_without_the_pooler_is_woken_by_one_behind_it(
     direct = make_outbox(db_engine_url=postgresql_url.replace("postgresql", f"postgresql+{driver}", 1))
     await direct.create_tables()
     for _ in range(2):  # the first may end because whoever begins to listen looks once
-        waiting = asyncio.create_task(direct.store.wait(600))
+        waiting = asyncio.create_task(direct.store.feed.wait(600))
         async with asyncio.timeout(SOON):
             while not waiting.done():
                 async with emitter.transaction() as session:

@@ -25,7 +25,7 @@ async def silent(messages: Sequence[Message]) -> Published:
 async def test_what_was_not_confirmed_is_not_sent(outbox: Outbox, doubt: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publishing, "DEADLINE", 0.1)
     publisher = Publisher(
-        outbox.store,
+        outbox.store.feed,
         Scripted(doubt),
         batch_size=10,
         lease=timedelta(minutes=1),

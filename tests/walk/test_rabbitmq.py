@@ -7,6 +7,7 @@ import logging
 import subprocess
 import sys
 import traceback
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -17,9 +18,9 @@ import pytest
 from yarl import URL
 
 from outbox import Listener, Outbox
-from outbox.core.attempt import Done, Reason
+from outbox.core.attempt import Dead, Done, Reason
 from outbox.core.errors import ConfigurationError, TransportClosed, TransportUnavailable
-from outbox.core.events import Failed, Relayed, Started, Troubled
+from outbox.core.events import Failed, Handled, LeaseWasLost, Relayed, Started, Troubled, Unsettled
 from outbox.core.message import Message
 from outbox.core.transport import Defaults
 from outbox.observers.logging import LoggingObserver
@@ -139,6 +140,45 @@ async def test_work_goes_on_after_the_broker_closed_every_connection(
 
 
 @one_database
+@pytest.mark.parametrize("takes", ["single", "lists"])
+async def test_what_a_busy_worker_could_not_acknowledge_before_a_cut_is_no_lost_lease(
+    make_shop: MakeOutbox, broker: RabbitMQ, recorder: Recorder, caplog: pytest.LogCaptureFixture, takes: str
+) -> None:
+    running, go_on, runs = set[int](), asyncio.Event(), Counter[int]()
+
+    async def one_by_one(order: int) -> None:
+        running.add(order)
+        await go_on.wait()
+        runs[order] += 1
+
+    async def in_lists(orders: list[int]) -> None:
+        for order in orders:
+            running.add(order)
+        await go_on.wait()
+        runs.update(orders)
+
+    slow = (
+        Listener("order.*", one_by_one, queue="orders", concurrency=20)
+        if takes == "single"
+        else Listener("order.*", in_lists, queue="orders", batch=5, concurrency=20)
+    )
+    caplog.set_level(logging.WARNING, "outbox")
+    outbox = make_shop(observers=[recorder])
+    async with outbox.running(relay=True, listeners=[slow]):
+        await emit(outbox, *range(20))
+        await eventually(lambda: len(running) == 20)
+        await asyncio.to_thread(broker.control, "close_all_connections", "enough for today")
+        await recorder.wait_for(Troubled, 2)
+        go_on.set()
+        await eventually(lambda: len({event.attempt.message.body for event in recorder.of(Handled)}) == 20)
+    unsettled = [event.attempt.message.id for event in recorder.of(Unsettled)]
+    assert sorted(unsettled) == sorted(event.attempt.message.id for event in recorder.of(Handled)), "they came again"
+    assert (set(runs.values()), recorder.of(LeaseWasLost)) == ({2}, [])
+    begins, ends = [record.getMessage() for record in caplog.records if record.name == "outbox"]
+    assert "; again in " in begins and " works again after " in ends
+
+
+@one_database
 async def test_a_queue_that_was_deleted_is_made_again(
     shop: Outbox, broker: RabbitMQ, arrivals: Arrivals, recorder: Recorder, table_name: str
 ) -> None:
@@ -166,7 +206,7 @@ async def test_a_broker_with_an_alarm_is_waited_for(
 async def test_a_message_that_the_broker_cannot_take_fails_alone(
     broker: RabbitMQ, table_name: str, by_hand: bool
 ) -> None:
-    names = Defaults(exchange_name=table_name)
+    names = Defaults(settings={"exchange_name": table_name})
     transport = RabbitmqTransport(broker.url, names, by_hand=by_hand)
     listener = Listener("#", print, queue=f"{table_name}.all")
     await transport.open()
@@ -280,6 +320,8 @@ async def test_a_retry_that_fits_into_no_frame_is_not_published_and_costs_no_con
             await exchange.publish(aio_pika.Message(b"%d" % number, headers=None if number else large), "a")
         letters: Any = await eventually(lambda: outbox.dead_letters.list(queue=queue))
         came = [await arrival(arrivals) for _ in range(11)]
+    dead = [event for event in recorder.of(Handled) if isinstance(event.outcome, Dead)]
+    assert [(event.attempt.message.body, event.outcome.reason) for event in dead] == [(b"0", Reason.UNDECODABLE)]
     assert [(letter.message.body, letter.reason) for letter in letters] == [(b"0", Reason.UNDECODABLE)]
     assert sorted(came) == [(0, 1), *((number, attempt) for number in range(1, 6) for attempt in (1, 2))]
     assert arrivals.empty()
@@ -432,7 +474,8 @@ async def test_what_was_handled_right_before_a_worker_closes_is_handled_by_nobod
     broker: RabbitMQ, table_name: str, by_hand: bool
 ) -> None:
     listener = Listener("#", print, queue=f"{table_name}.all", concurrency=SINGLY * 2)
-    transports = [RabbitmqTransport(broker.url, Defaults(exchange_name=table_name), by_hand=by_hand) for _ in range(2)]
+    names = Defaults(settings={"exchange_name": table_name})
+    transports = [RabbitmqTransport(broker.url, names, by_hand=by_hand) for _ in range(2)]
     first, second = transports
     for transport in transports:
         await transport.open()
@@ -462,7 +505,7 @@ async def test_what_was_handled_right_before_a_worker_closes_is_handled_by_nobod
 async def test_workers_that_come_and_go_make_nobody_a_suspect(broker: RabbitMQ, table_name: str, by_hand: bool) -> None:
     """A message that was given back, or that was on its way to a worker that left, has killed nobody."""
     listener = Listener("#", print, queue=f"{table_name}.all", max_crashes=2)  # one return makes a suspect
-    transport = RabbitmqTransport(broker.url, Defaults(exchange_name=table_name), by_hand=by_hand)
+    transport = RabbitmqTransport(broker.url, Defaults(settings={"exchange_name": table_name}), by_hand=by_hand)
     await transport.open()
     await transport.declare([listener])
     batch = [Message(routing_key="a", body=b"") for _ in range(SINGLY * 4)]

@@ -24,11 +24,11 @@ from outbox.core.errors import ConfigurationError
 from outbox.core.message import NOW
 from outbox.core.transport import Defaults
 from outbox.testing.servers import RabbitMQ
-from outbox.testing.transport_contract import consuming, emptied, listener, take
+from outbox.testing.transport.cases import consuming, emptied, listener, take
 from outbox.transports.rabbitmq import RabbitmqTransport
-from outbox.transports.rabbitmq.confirms import Answer, Outgoing
+from outbox.transports.rabbitmq.confirms import BrokerAnswer, Outgoing
 from outbox.transports.rabbitmq.dead_letters import RENEWED_AFTER
-from outbox.transports.rabbitmq.frames import FrameWire
+from outbox.transports.rabbitmq.frames import FrameConnection
 from outbox.transports.rabbitmq.management import management_url_of
 from outbox.transports.rabbitmq.topology import LONGEST_DELAY, Names
 from tests.broker import VirtualHost
@@ -90,8 +90,8 @@ async def bury(url: str, count: int, queue: str = "q", reason: Reason = Reason.R
         Outgoing("outbox.dlx", queue, properties(number).marshal(), f"{number}".encode(), f"{queue}-{number}")
         for number in range(count)
     ]
-    wire = await FrameWire.connect(URL(url), "a worker")
-    assert set(await (await wire.channel()).publish(letters, 60.0)) == {Answer.CONFIRMED}
+    wire = await FrameConnection.connect(URL(url), "a worker")
+    assert set(await (await wire.channel()).publish(letters, 60.0)) == {BrokerAnswer.CONFIRMED}
     await wire.close()
 
 
@@ -166,7 +166,7 @@ async def test_letters_of_several_queues_are_listed_together_and_by_queue(
 
 
 async def test_a_queue_prefix_is_part_of_the_broker_and_not_of_the_letter(rabbitmq_url: str) -> None:
-    transport = RabbitmqTransport(rabbitmq_url, Defaults(queue_prefix="eu."))
+    transport = RabbitmqTransport(rabbitmq_url, Defaults(settings={"queue_prefix": "eu."}))
     await transport.open()
     await transport.declare([listener()])
     await bury(rabbitmq_url, 1, "eu.q")
@@ -184,7 +184,7 @@ async def test_looking_often_takes_no_more_numbers_for_channels(rabbitmq_url: st
     await transport.declare([listener()])
     for _ in range(20):
         await transport.dead_letters.list()
-    wire = await transport._consumer_link.wire()
+    wire = await transport._consumer_connection.connection()
     assert (await wire.client_channel()).number < 10
     await transport.close()
 
@@ -290,9 +290,9 @@ async def test_what_cannot_be_read_is_listed_and_stays_until_it_is_discarded(
 ) -> None:
     header = b"\x02\xff\xfeS\x00\x00\x00\x01x"  # its name is no text
     properties = b"\x20\x00" + len(header).to_bytes(4, "big") + header
-    wire = await FrameWire.connect(URL(rabbitmq_url), "a stranger")
+    wire = await FrameConnection.connect(URL(rabbitmq_url), "a stranger")
     channel = await wire.channel()
-    assert await channel.publish([Outgoing("", "q.dlq", properties, b"strange", "")], 30.0) == [Answer.CONFIRMED]
+    assert await channel.publish([Outgoing("", "q.dlq", properties, b"strange", "")], 30.0) == [BrokerAnswer.CONFIRMED]
     await wire.close()
     await bury(rabbitmq_url, 1)
     letters = transport.dead_letters
@@ -349,8 +349,8 @@ DIES = """
 import asyncio, os, signal, sys
 
 from outbox.transports.rabbitmq import RabbitmqTransport
-from outbox.transports.rabbitmq.browsing import Browse
-from outbox.transports.rabbitmq.publishing import Publishing
+from outbox.transports.rabbitmq.dead_letters.browsing import Browse
+from outbox.transports.rabbitmq.publishing import BatchPublisher
 
 
 async def die(*_):
@@ -363,7 +363,7 @@ async def replay(url):
     if sys.argv[2] == "before the acknowledgement":
         Browse.remove = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     else:
-        Publishing.publish = die
+        BatchPublisher.publish = die
     await letters.replay(ids)
 
 
@@ -535,7 +535,7 @@ async def test_those_of_the_relay_and_those_of_the_queues_stand_side_by_side(
             # As an earlier version stored it: `emit` refuses such a name.
             rerouting = Message(routing_key="order.created", body=b"{}", headers={"CC": "elsewhere"})
             connection = await session.connection()
-            await connection.run_sync(outbox.store.write, *outbox.store.insert([rerouting], NOW))
+            await connection.run_sync(outbox.store.writing.write, *outbox.store.writing.insert([rerouting], NOW))
         refused, rejected = await until(lambda: _both(outbox))
     assert (refused.reason, refused.queue) == (Reason.REFUSED, None)
     assert (rejected.reason, rejected.queue) == (Reason.REJECTED, "q")

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from outbox import ConfigurationError, Listener, RetryPolicy
-from outbox.transports.rabbitmq.comparing import Mismatch
 from outbox.transports.rabbitmq.declaring import Declared, declare_for
+from outbox.transports.rabbitmq.mismatch import Mismatch
 from outbox.transports.rabbitmq.topology import Names, Queue, Topology
 from tests.broker import VirtualHost
 

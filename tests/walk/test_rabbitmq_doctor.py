@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import sys
 from collections.abc import Sequence
@@ -10,12 +11,16 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import aio_pika
 import pytest
 
-from outbox import Listener, Outbox, Reject
+from outbox import Binding, ConfigurationError, Listener, Outbox, Reject
 from outbox.cli.exits import ExitCode
 from outbox.core.dead_letter import DeadLetters
+from outbox.core.diagnosis import Level
+from outbox.doctor import examine
 from outbox.testing.servers import RabbitMQ
+from outbox.transports.rabbitmq import RabbitmqTransport
 from outbox.transports.rabbitmq import dead_letters as rabbitmq_dead_letters
 from outbox.transports.rabbitmq.management import management_url_of
 from outbox.transports.rabbitmq.topology import Names, Topology
@@ -211,7 +216,7 @@ async def test_without_the_management_interface_the_rest_is_looked_at(doctor: Do
     found = {subject: (level, what) for level, subject, what in await doctor.finds(management_url=NOWHERE)}
     assert {subject for subject, (level, _) in found.items() if level == "ok"} >= {"broker", "exchanges", "queues"}
     level, what = found["management"]
-    assert level == "ok"
+    assert level == "warning"
     assert "bindings and orphaned queues were not looked at" in what
     assert "bindings" not in found
 
@@ -271,12 +276,222 @@ async def test_fresh_dead_letters_at_the_broker_are_an_error_by_queue_and_reason
         assert told == [("error", "dead letters", "3 in the queue 'billing', in the last 1h: 3 rejected")]
         assert doctor.code == ExitCode.UNHEALTHY
         assert await doctor.complains_of("dead letters", "", fresh="0") == []
-        monkeypatch.setattr(rabbitmq_dead_letters, "MOST_COUNTED", 2)
+        monkeypatch.setattr(rabbitmq_dead_letters, "MOST_LETTERS_READ", 2)
         told = await doctor.complains_of("dead letters")
         assert told == [("error", "dead letters", "3 in the queue 'billing', too many to read when they died")]
         await asyncio.sleep(0.01)
         monkeypatch.undo()
         assert await doctor.complains_of("dead letters", "", fresh="10ms") == []
+
+
+async def with_letters(outbox: Outbox, vhost: VirtualHost, count: int = 1) -> None:
+    """Have a worker reject so many messages, and end it."""
+
+    async def reject(order: Any) -> None:
+        raise Reject("no such order")
+
+    async with outbox.running(listeners=[Listener("order.*", reject, queue="billing")]), channel_to(vhost.url) as there:
+        for number in range(count):
+            await there.basic_publish(str(number).encode(), exchange="outbox", routing_key="order.created")
+        await until(lambda: _has_letters(outbox.dead_letters, count))
+
+
+async def test_letters_of_recorded_queues_are_an_error_although_the_management_interface_is_away(
+    doctor: Doctor, vhost: VirtualHost
+) -> None:
+    url = f"sqlite+aiosqlite:///{doctor.command.folder / 'outbox.db'}"
+    outbox = Outbox(db_engine_url=url, transport=vhost.url, observers=[])
+    await with_letters(outbox, vhost, 3)
+    await outbox.close()
+    doctor.command.settings["OUTBOX_DB_ENGINE_URL"] = url
+    told = [each for each in await doctor.finds("", management_url=NOWHERE) if each[1] == "dead letters"]
+    assert told == [
+        ("ok", "dead letters", "none of relays in the last 1h"),
+        ("error", "dead letters", "3 in the queue 'billing', in the last 1h: 3 rejected"),
+    ]
+    assert doctor.code == ExitCode.UNHEALTHY
+
+
+@pytest.mark.parametrize("database", ["with a relay's database", "no database"])
+async def test_where_no_queue_is_known_the_doctor_warns_that_it_could_not_look(
+    doctor: Doctor, vhost: VirtualHost, database: str
+) -> None:
+    await with_letters(Outbox(transport=vhost.url, observers=[]), vhost, 3)  # a worker without a database
+    if database == "with a relay's database":
+        url = f"sqlite+aiosqlite:///{doctor.command.folder / 'outbox.db'}"
+        doctor.command.settings["OUTBOX_DB_ENGINE_URL"] = url
+        async with Outbox(db_engine_url=url, transport=vhost.url, observers=[]).running(relay=True):
+            pass
+    told = [each for each in await doctor.finds("", management_url=NOWHERE) if each[0] == "warning"]
+    assert told == [("warning", "queues", "not known: consumers and dead letters were not looked at")]
+    assert doctor.code == ExitCode.FINE
+    strict = await doctor.command.run("doctor", "--strict", OUTBOX_RABBITMQ_MANAGEMENT_URL=NOWHERE)
+    assert strict.code == ExitCode.UNHEALTHY
+    assert "MODULE:ATTRIBUTE" in strict.stdout and "rabbitmq_management_url" in strict.stdout
+
+
+@pytest.mark.parametrize("kind", ["connection", "transport"])
+async def test_a_broker_that_the_application_gave_is_examined_too(
+    doctor: Doctor, vhost: VirtualHost, kind: str
+) -> None:
+    connection = await aio_pika.connect(vhost.url)
+    given = {"rmq_connection": connection} if kind == "connection" else {"transport": RabbitmqTransport(vhost.url)}
+    try:
+        outbox = Outbox(**given, rabbitmq_management_url=doctor.management_url, observers=[])
+        await with_letters(outbox, vhost)
+        found = [(each.level, each.subject, each.what) for each in await examine(outbox)]
+    finally:
+        await connection.close()
+    assert ("error", "dead letters", "1 in the queue 'billing', in the last 1h: 1 rejected") in found
+    assert ("warning", "consumers", "nobody consumes 'billing', 0 waiting") in found
+
+
+async def test_a_connection_that_was_given_is_counted_in_its_own_virtual_host(
+    doctor: Doctor, vhost: VirtualHost
+) -> None:
+    await provision(vhost)
+    connection = await aio_pika.connect(vhost.url)
+    outbox = Outbox(
+        db_engine_url=f"sqlite+aiosqlite:///{doctor.command.folder / 'outbox.db'}",
+        rmq_connection=connection,
+        rabbitmq_management_url=doctor.management_url,
+        observers=[],
+    )
+    await outbox.create_tables()
+    assert [row.queue for row in (await outbox.backlog()).queues] == ["billing", "shipping"]
+    async with channel_to(vhost.url) as channel:
+        await channel.basic_publish(b"{}", exchange="outbox.dlx", routing_key="billing")
+
+        async def one_is_dead() -> bool:  # the interface tells numbers that are up to five seconds old
+            return (await outbox.backlog()).dead == 1
+
+        await until(one_is_dead)
+    billing, shipping = (await outbox.backlog()).queues
+    assert (billing.queue, billing.dead, billing.binding_keys) == ("billing", 1, ("order.*",))
+    assert (shipping.queue, shipping.dead, shipping.binding_keys) == ("shipping", 0, ("order.created",))
+    assert isinstance(outbox.transport, RabbitmqTransport)
+    found = await outbox.transport.bindings(["billing"], at_start=True)
+    assert found == [Binding("billing", "order.*")]
+    assert {each.queue for each in await outbox.dead_letters.list()} == {"billing"}
+    await connection.close()
+    await outbox.close()
+
+
+async def test_a_connection_without_a_url_is_counted_without_the_management_interface(
+    doctor: Doctor, vhost: VirtualHost
+) -> None:
+    connection = await aio_pika.connect(vhost.url)
+    outbox = Outbox(
+        db_engine_url=f"sqlite+aiosqlite:///{doctor.command.folder / 'outbox.db'}",
+        rmq_connection=connection,
+        rabbitmq_management_url=doctor.management_url,
+        observers=[],
+    )
+    await with_letters(outbox, vhost)
+    del connection.url  # type: ignore[attr-defined]
+
+    async def one_is_dead() -> bool:  # a quorum queue tells its length a few seconds later
+        return (await outbox.backlog()).dead == 1
+
+    await until(one_is_dead)
+    told = {each.what for each in await examine(outbox) if each.level is Level.ERROR}
+    assert told == {"1 in the queue 'billing', in the last 1h: 1 rejected"}
+    transport = outbox.transport
+    assert isinstance(transport, RabbitmqTransport)
+    with pytest.raises(ConfigurationError, match="does not tell its URL"):
+        await transport.bindings(["billing"], at_start=True)
+    await connection.close()
+    await outbox.close()
+
+
+async def test_a_connection_that_was_closed_makes_the_numbers_unknown(doctor: Doctor, vhost: VirtualHost) -> None:
+    connection = await aio_pika.connect(vhost.url)
+    url = f"sqlite+aiosqlite:///{doctor.command.folder / 'outbox.db'}"
+    outbox = Outbox(db_engine_url=url, rmq_connection=connection, observers=[])
+    await outbox.create_tables()
+    await outbox.store.owners.record({"billing": "shop"})
+    await connection.close()
+    found = await outbox.backlog()
+    [billing] = found.queues
+    assert (found.dead, found.leased, billing.delivered, billing.dead) == (None, None, None, None)
+    await outbox.close()
+
+
+async def test_a_queue_of_the_broker_is_deleted_there_and_the_command_for_the_database_says_so(
+    doctor: Doctor, vhost: VirtualHost
+) -> None:
+    await provision(vhost)
+    command = doctor.command
+    command.settings["OUTBOX_DB_ENGINE_URL"] = f"sqlite+aiosqlite:///{command.folder / 'outbox.db'}"
+    assert (await command.run("tables", "create")).code == 0
+    for prefix, named, told in (("", "billing", "billing"), ("eu.", "billing", "eu.billing"), ("", "eu us", "'eu us'")):
+        ran = await command.run("queues", "remove", named, OUTBOX_QUEUE_PREFIX=prefix)
+        assert (ran.code, ran.error_lines) == (ExitCode.WRONG, 1)
+        assert "the database has no queue" in ran.stderr and "queues of the database only" in ran.stderr
+        assert f"rabbitmqctl delete_queue {told}\n" in ran.stderr
+    assert "billing" in vhost.queues()
+
+
+async def has_statistics(vhost: VirtualHost) -> bool:
+    """Whether the interface has numbers of all queues, however old."""
+    return all("messages" in queue for queue in (await asyncio.to_thread(vhost.queues)).values())
+
+
+@pytest.mark.parametrize("management", [True, False], ids=["management", "no management"])
+async def test_a_broker_behind_routes_is_counted_and_examined_or_its_numbers_are_unknown(
+    doctor: Doctor, vhost: VirtualHost, management: bool
+) -> None:
+    await with_letters(Outbox(transport=vhost.url, observers=[]), vhost)
+    await until(lambda: has_statistics(vhost))
+    command = doctor.command
+    del command.settings["OUTBOX_TRANSPORT"]
+    url = f"sqlite+aiosqlite:///{command.folder / 'outbox.db'}"
+    interface = doctor.management_url if management else ""
+    command.settings |= {"OUTBOX_DB_ENGINE_URL": url, "OUTBOX_ROUTES": json.dumps({"#": vhost.url})}
+    command.settings |= {"OUTBOX_RABBITMQ_MANAGEMENT_URL": interface} if management else {}
+    outbox = Outbox(db_engine_url=url, routes={"#": vhost.url}, rabbitmq_management_url=interface, observers=[])
+    async with outbox.running(relay=True):
+        async with outbox.transaction() as session:
+            await outbox.emit_many(session, "order.created", range(2))
+
+        async def all_are_sent() -> bool:
+            return not await outbox.messages()
+
+        await until(all_are_sent)
+    found = await outbox.backlog()
+    await outbox.close()
+    document = (await command.run("status", "--json", "--interval", "0")).document
+    numbers = (1, 0) if management else (None, None)
+    assert (document["dead"], document["leased"]) == (found.dead, found.leased) == numbers
+    rows = {each.queue: (each.delivered, each.dead) for each in found.queues if each.transport == "rabbitmq"}
+    assert rows == ({"billing": (2, 1)} if management else {})
+    assert (await command.run("queues", "list", "--json")).document["queues_known"] is management
+    assert "may wait there: see outbox queues list" in (await command.run("messages", "list")).stdout
+    ran = await command.run("doctor", "--json")
+    told = {(each["subject"], each["level"]) for each in ran.document["findings"]}
+    bad = {("consumers", "error"), ("dead letters", "error")} if management else {("queues", "warning")}
+    assert told >= {("broker", "ok"), *bad}
+    assert "guest:guest" not in ran.said
+
+
+async def test_what_has_just_come_is_counted_although_the_management_interface_does_not_know_it_yet(
+    doctor: Doctor, vhost: VirtualHost
+) -> None:
+    await provision(vhost)
+    url = f"sqlite+aiosqlite:///{doctor.command.folder / 'outbox.db'}"
+    outbox = Outbox(db_engine_url=url, transport=vhost.url, rabbitmq_management_url=doctor.management_url, observers=[])
+    await outbox.create_tables()
+    async with channel_to(vhost.url) as channel:
+        await until(lambda: has_statistics(vhost))
+        await channel.confirm_delivery()
+        for number in range(5):
+            await channel.basic_publish(str(number).encode(), exchange="outbox", routing_key="order.created")
+        found = await outbox.backlog()
+    await outbox.close()
+    assert [(row.queue, row.delivered, row.consumers) for row in found.queues] == [
+        ("billing", 5, 0),
+        ("shipping", 5, 0),
+    ]
 
 
 async def test_with_the_management_interface_all_queues_are_counted(doctor: Doctor, vhost: VirtualHost) -> None:
@@ -300,9 +515,12 @@ async def test_with_the_management_interface_all_queues_are_counted(doctor: Doct
         async def all_of_it() -> bool:  # the interface tells numbers that are up to five seconds old
             found = (await command.run("queues", "list", "--json")).document["queues"]
             counted.update({each["queue"]: each for each in found})
-            return bool(counted["shipping"]["leased"] == 1 and counted["billing"]["dead"] == 1)
+            shipping = counted["shipping"]
+            return bool((shipping["leased"], shipping["consumers"], counted["billing"]["dead"]) == (1, 1, 1))
 
         await until(all_of_it)
+        document = (await command.run("status", "--json", "--interval", "0")).document
+        assert (document["leased"], document["dead"]) == (1, 1)
     billing, shipping = counted["billing"], counted["shipping"]
     assert (billing["binding_keys"], billing["delivered"], billing["leased"]) == (["order.*"], 1, 0)
     assert (shipping["binding_keys"], shipping["delivered"]) == (["order.created"], 1)

@@ -123,9 +123,7 @@ async def test_a_broker_that_was_stopped_is_told_and_delivery_goes_on_when_it_is
         assert ran.document["dead"] is None, "unknown, and not 0"
         [queue] = ran.document["queues"]
         assert {queue[name] for name in ("delivered", "retrying", "leased", "dead", "consumers")} == {None}
-        assert re.search(
-            r"^\S+\.orders +rabbitmq( +unknown){6} +-$", (await command.run("queues", "list")).stdout, re.M
-        )
+        assert re.search(r"^\S+\.orders +rabbitmq( +unknown){7}$", (await command.run("queues", "list")).stdout, re.M)
         assert "guest" not in ran.said
         await until(lambda: _nothing_leased(shop))
         with Statements() as statements:
@@ -139,7 +137,7 @@ async def test_a_broker_that_was_stopped_is_told_and_delivery_goes_on_when_it_is
 
 
 async def _nothing_leased(shop: Shop) -> bool:
-    return not (await shop.outbox.backlog()).leased
+    return not (await shop.outbox.store.inspection.backlog()).leased
 
 
 async def test_a_broker_with_an_alarm_is_told_and_delivery_goes_on_when_it_is_over(
@@ -222,11 +220,14 @@ async def test_messages_and_dead_letters_at_the_broker_are_counted(
     document = (await command.run("status", "--json", "--interval", "0")).document
     [queue] = document["queues"]
     assert (document["dead"], queue["queue"], queue["transport"]) == (2, "orders", "rabbitmq")
+    assert document["leased"] is None, "AMQP does not tell what workers hold"
     assert (queue["delivered"], queue["dead"], queue["consumers"]) == (3, 2, 0)
     assert (queue["leased"], queue["retrying"], queue["oldest"], queue["binding_keys"]) == (None, None, None, None)
     listed = (await command.run("queues", "list")).stdout
     assert re.search(r"^orders +rabbitmq +0 +unknown +3 +unknown +unknown +2 +unknown$", listed, re.M)
+    assert (await command.run("queues", "list", "--json")).document["queues_known"] is True
     shown = (await command.run("status", "--interval", "0")).stdout
+    assert re.search(r"^  leased +unknown$", shown, re.M)
     assert re.search(r"^  dead +2 \(2 unknown\), see outbox dead-letters list$", shown, re.M)
     said = (await command.run("messages", "list")).stdout
     assert "handed to rabbitmq" in said and "outbox queues list" in said and "handled" not in said
@@ -240,7 +241,7 @@ async def test_messages_and_dead_letters_at_the_broker_are_counted(
     assert fine == {"none of relays in the last 1h"}
 
 
-async def _counts(outbox: Outbox, **numbers: int) -> bool:
+async def _counts(outbox: Outbox, **numbers: object) -> bool:
     """A quorum queue tells its length a few seconds later."""
     return any(
         all(getattr(queue, name) == number for name, number in numbers.items())
@@ -248,11 +249,43 @@ async def _counts(outbox: Outbox, **numbers: int) -> bool:
     )
 
 
-async def test_where_no_queue_is_known_the_dead_letters_are_unknown(make_outbox: MakeOutbox, broker: RabbitMQ) -> None:
+async def test_where_no_queue_is_known_the_dead_letters_are_unknown(
+    make_outbox: MakeOutbox, broker: RabbitMQ, command: Command
+) -> None:
     outbox = make_outbox(rabbitmq_url=broker.url)
     await outbox.create_tables()
     found = await outbox.backlog()
-    assert (found.dead, found.queues) == (None, ())
+    assert (found.dead, found.leased, found.queues) == (None, None, ())
+    for words in (["queues", "list"], ["status", "--interval", "0"]):
+        said = (await command.run(*words)).stdout
+        assert "the queues of rabbitmq are not known: " in said and "rabbitmq_management_url" in said
+        assert "no queue in the database" not in said
+    assert (await command.run("queues", "list", "--json")).document == {"queues": [], "queues_known": False}
+
+
+async def test_retries_that_wait_at_the_broker_are_rows_of_their_delays(
+    make_outbox: MakeOutbox, command: Command, table_name: str, broker: RabbitMQ
+) -> None:
+    async def fail(order: Any) -> None:
+        raise ValueError("not now")
+
+    outbox = make_outbox(rabbitmq_url=broker.url, exchange_name=table_name, retry_delays=(600,), observers=[])
+    listeners = [
+        Listener("order.*", fail, queue=f"{table_name}.usual"),
+        Listener("order.*", fail, queue=f"{table_name}.own", retry_delays=(1200,)),
+    ]
+    async with outbox.running(relay=True, listeners=listeners):
+        async with outbox.transaction() as session:
+            await outbox.emit_many(session, "order.created", range(2))
+        for delay in ("600s", "1200s"):
+            await eventually(lambda delay=delay: _counts(outbox, queue=f"{table_name}.delay_{delay}", retrying=2))
+        rows = {each.queue.removeprefix(f"{table_name}."): each for each in (await outbox.backlog()).queues}
+    assert set(rows) == {"usual", "own", "delay_600s", "delay_1200s"}
+    assert {row.transport for row in rows.values()} == {"rabbitmq"}
+    assert (rows["usual"].retrying, rows["delay_600s"].delivered, rows["delay_600s"].consumers) == (None, 0, None)
+    command.settings["OUTBOX_RETRY_DELAYS"] = "600"
+    listed = (await command.run("queues", "list")).stdout
+    assert re.search(rf"^{table_name}\.delay_600s +rabbitmq +- +- +0 +2 +0 +0 +-$", listed, re.M)
 
 
 async def test_a_broker_that_refuses_the_user_or_says_nothing_is_told(

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import aio_pika
 import pytest
@@ -18,7 +19,7 @@ from outbox import Listener, Message, Outbox
 from outbox.core.attempt import Done
 from outbox.core.transport import Defaults
 from outbox.transports.rabbitmq import RabbitmqTransport
-from outbox.transports.rabbitmq.consuming import RabbitmqDelivery
+from outbox.transports.rabbitmq.delivery import RabbitmqDelivery
 from outbox.transports.rabbitmq.provisioning import permissions
 from outbox.transports.rabbitmq.topology import Names, Topology
 from tests.broker import VirtualHost
@@ -42,17 +43,19 @@ async def on_message(number: int) -> None:
         os._exit(137)
     await asyncio.sleep(3600)
 
-options, queue, max_crashes = json.loads(sys.argv[1])
-listener = Listener("#", on_message, queue=queue, concurrency=100, max_crashes=max_crashes)
+options, queue, max_crashes, retries = json.loads(sys.argv[1])
+listener = Listener("#", on_message, queue=queue, concurrency=100, max_crashes=max_crashes, **retries)
 asyncio.run(Outbox(**options, prefetch_count=200).worker([listener]))
 """
 
 
 @pytest.mark.parametrize(  # one return makes a message a suspected one
-    ("max_crashes", "rights"), [(1, "all"), (2, "all"), (2, "printed")], ids=["1", "2", "2 with the printed rights"]
+    ("max_crashes", "rights", "retries"),
+    [(1, "all", {}), (2, "all", {}), (2, "printed", {}), (2, "printed", {"retry_delays": ()})],
+    ids=["1", "2", "2 with the printed rights", "2 with the printed rights and no delay"],
 )
 async def test_suspected_messages_hold_up_no_fresh_ones_and_are_handled_one_after_another(
-    vhost: VirtualHost, table_name: str, max_crashes: int, rights: str
+    vhost: VirtualHost, table_name: str, max_crashes: int, rights: str, retries: dict[str, Any]
 ) -> None:
     rabbitmq_url = vhost.url
     options = {"rabbitmq_url": rabbitmq_url, "exchange_name": table_name}
@@ -62,16 +65,23 @@ async def test_suspected_messages_hold_up_no_fresh_ones_and_are_handled_one_afte
     async def on_message(number: int) -> None:
         handled[number] += 1
 
-    listener = Listener("#", on_message, queue=queue, max_crashes=max_crashes)
+    listener = Listener("#", on_message, queue=queue, max_crashes=max_crashes, **retries)
     outbox = Outbox(**options)
     await outbox.transport.open()
     await outbox.transport.declare([listener])
     await publish(outbox, range(MESSAGES))
     if rights == "printed":
+        provisioned = Topology.of(Names(exchange_name=table_name), [listener], (), way_back=True)
+        await outbox.transport._republisher._declare(provisioned)
         options["rabbitmq_url"] = url_of_worker(vhost, table_name, listener)
     worker_outbox = Outbox(**options)
     doomed = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", DOOMED_WORKER, json.dumps([options, queue, max_crashes]), cwd=ROOT, stdout=subprocess.PIPE
+        sys.executable,
+        "-c",
+        DOOMED_WORKER,
+        json.dumps([options, queue, max_crashes, retries]),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
     )
     async with asyncio.timeout(PATIENCE):
         await doomed.communicate()
@@ -95,7 +105,7 @@ async def test_suspected_messages_hold_up_no_fresh_ones_and_are_handled_one_afte
 @pytest.fixture
 async def transports(rabbitmq_url: str, table_name: str) -> AsyncIterator[list[RabbitmqTransport]]:
     """Those of two processes."""
-    both = [RabbitmqTransport(rabbitmq_url, Defaults(exchange_name=table_name)) for _ in range(2)]
+    both = [RabbitmqTransport(rabbitmq_url, Defaults(settings={"exchange_name": table_name})) for _ in range(2)]
     for transport in both:
         await transport.open()
     yield both
@@ -109,7 +119,7 @@ async def test_a_worker_that_dies_in_a_trial_leaves_one_message_with_one_crash_m
     first, second = transports
     listener = Listener("#", print, queue=f"{table_name}.all", max_crashes=2)
     tried = await on_trial(first, listener, rabbitmq_url)
-    await first._consumer_link.close()
+    await first._consumer_connection.close()
     deliveries = second.consume(listener, 10)
     delivery = await asyncio.wait_for(anext(deliveries), PATIENCE)
     assert delivery.attempt.message.id == tried.attempt.message.id
@@ -123,14 +133,14 @@ async def test_a_trial_with_the_printed_rights_that_its_worker_dies_in_comes_bac
     vhost: VirtualHost, table_name: str
 ) -> None:
     listener = Listener("#", print, queue=f"{table_name}.all", max_crashes=2, retry_delays=(0.1,))
-    defaults = Defaults(exchange_name=table_name)
+    defaults = Defaults(settings={"exchange_name": table_name})
     url = url_of_worker(vhost, table_name, listener)
     provisioning, first, second = both = [RabbitmqTransport(each, defaults) for each in (vhost.url, url, url)]
     for transport in both:
         await transport.open()
         await transport.declare([listener])
     tried = await on_trial(first, listener, vhost.url, provisioning)
-    await first._consumer_link.close()
+    await first._consumer_connection.close()
     deliveries = second.consume(listener, 10)
     delivery = await asyncio.wait_for(anext(deliveries), PATIENCE)
     assert delivery.attempt.message.id == tried.attempt.message.id
@@ -153,15 +163,15 @@ async def test_a_connection_that_is_lost_during_a_trial_counts_as_no_crash_for_t
     transport, _ = transports
     listener = Listener("#", print, queue=f"{table_name}.all", max_crashes=2)
     tried = await on_trial(transport, listener, rabbitmq_url)
-    wire = await transport._consumer_link.wire()
+    wire = await transport._consumer_connection.connection()
     await wire.close()
-    delivery = await asyncio.wait_for(anext(tried.tray._deliveries), PATIENCE)
+    delivery = await asyncio.wait_for(anext(tried.holder._receiver), PATIENCE)
     assert delivery.attempt.message.id == tried.attempt.message.id
     assert (delivery.attempt.crash_count, delivery.attempt.isolated) == (1, True)
     again = await delivery.start()
     assert again is not None
     assert await again.settle(Done())
-    await tried.tray._deliveries.aclose()
+    await tried.holder._receiver.aclose()
     assert await waiting_in(rabbitmq_url, listener.queue) == 0
 
 
@@ -179,7 +189,7 @@ async def on_trial(
     assert (delivery.attempt.crash_count, delivery.attempt.isolated) == (1, True)
     tried = await delivery.start()
     assert tried is not None
-    assert tried.tray.trial_queue is not None
+    assert tried.holder.isolation_queue is not None
     return tried
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import aiormq
 import pytest
 
-from outbox import Listener, listen
+from outbox import Listener, adapters, listen
 from outbox.cli.exits import ExitCode
 from outbox.settings import Settings
 from outbox.testing.servers import RabbitMQ, Server
@@ -149,7 +149,10 @@ async def test_what_cannot_be_printed_is_told_in_a_line(
 async def test_without_rabbitmqs_client_the_command_says_how_to_get_it(
     shop: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "outbox.transports.rabbitmq.topology", None)  # as if it could not be imported
+    monkeypatch.setattr(adapters, "_loaded", {})
+    for name in [each for each in sys.modules if each.startswith("outbox.transports.rabbitmq")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "aio_pika", None)  # as if it could not be imported
     ran = await shop.run("topology", "shop_of_topology:two")
     assert (ran.code, ran.error_lines) == (ExitCode.CONFIGURATION, 1)
     assert "pip install 'transactional-outbox[rabbitmq]'" in ran.stderr

@@ -8,17 +8,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import aio_pika
 import pytest
 
 from outbox import Binding, ConfigurationError, Listener, Message, Outbox
 from outbox.cli.exits import ExitCode
 from outbox.core.events import Advised, Unbound
 from outbox.testing.servers import RabbitMQ
+from outbox.transports.rabbitmq import RabbitmqTransport
 from outbox.transports.rabbitmq.management import management_url_of
 from tests.broker import VirtualHost
 from tests.conftest import MakeOutbox
 
-from .commands import Command
+from .commands import Command, until
 from .strategies import Watch
 
 pytestmark = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
@@ -57,24 +59,32 @@ class Place:
         }
 
 
-@pytest.fixture(params=["database", "rabbitmq"])
+@pytest.fixture(params=["database", "rabbitmq", "rabbitmq without management"])
 def place(request: pytest.FixtureRequest) -> Place:
     if request.param == "database":
         return Place()
     vhost: VirtualHost = request.getfixturevalue("vhost")
+    if request.param == "rabbitmq without management":
+        return Place({"transport": vhost.url}, vhost)
     server = vhost.management.server
     management_url = server.management_url if isinstance(server, RabbitMQ) else management_url_of(server.url)
     return Place({"transport": vhost.url, "rabbitmq_management_url": management_url}, vhost)
 
 
 @pytest.fixture
-def shop(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: Place) -> Iterator[Command]:
+def shop_command(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Command]:
     """The command where a module has the listener of today."""
     (tmp_path / "shop_of_rebinding.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
-    command.settings |= place.settings
     yield command
     sys.modules.pop("shop_of_rebinding", None)
+
+
+@pytest.fixture
+def shop(shop_command: Command, place: Place) -> Command:
+    """The same, with the settings of a transport."""
+    shop_command.settings |= place.settings
+    return shop_command
 
 
 async def serve(outbox: Outbox, listener: Listener) -> None:
@@ -135,9 +145,66 @@ async def test_with_the_setting_a_relay_replaces_the_keys_of_its_routes(make_out
     assert [binding.binding_key for binding in await outbox.bindings()] == ["order.created"]
 
 
-async def test_on_rabbitmq_the_setting_needs_the_management_interface(make_outbox: MakeOutbox) -> None:
-    with pytest.raises(ConfigurationError, match="rebind_queues=True needs rabbitmq_management_url"):
-        make_outbox(transport="amqp://guest@localhost", rebind_queues=True)
+async def test_on_rabbitmq_the_setting_needs_the_management_interface_or_a_database(make_outbox: MakeOutbox) -> None:
+    with pytest.raises(ConfigurationError, match="rebind_queues=True needs rabbitmq_management_url, or a database"):
+        Outbox(transport="amqp://guest@localhost", rebind_queues=True)
+    make_outbox(transport="amqp://guest@localhost", rebind_queues=True)
+
+
+async def test_what_is_bound_at_a_broker_is_recorded_where_no_router_follows_it(
+    make_outbox: MakeOutbox, watch: Watch, command: Command, vhost: VirtualHost
+) -> None:
+    here = make_outbox(transport=vhost.url, queue_prefix="eu.")
+    await serve(here, BEFORE)
+    await serve(make_outbox(transport=vhost.url, queue_prefix="us.", observers=[watch]), AFTER)
+    assert watch.of(Advised) == [], "the queue of another prefix is another queue"
+    assert await here.store.owners.declared() == [
+        Binding("eu.billing", "order.*"),
+        Binding("us.billing", "order.created"),
+    ]
+    assert set(await here.store.owners.all()) == {"", "eu.billing", "us.billing"}
+    assert (await command.run("tables", "switch-transport", "database")).code == 0
+    moved = make_outbox()
+    assert await moved.bindings() == []
+    async with moved.running(relay=True):
+        async with moved.transaction() as session:
+            await moved.emit(session, "order.created", {})
+
+        async def is_unroutable() -> bool:
+            return (await moved.backlog()).unroutable == 1
+
+        await until(is_unroutable)
+
+
+@pytest.mark.parametrize("kind", ["connection", "transport"])
+async def test_a_worker_whose_setting_can_remove_nothing_says_so(
+    make_outbox: MakeOutbox, watch: Watch, rabbitmq_url: str, kind: str
+) -> None:
+    connection = await aio_pika.connect(rabbitmq_url)
+    given = {"rmq_connection": connection} if kind == "connection" else {"transport": RabbitmqTransport(rabbitmq_url)}
+    try:
+        outbox = make_outbox(db_engine_url=None, observers=[watch], rebind_queues=True, **given)
+        await serve(outbox, AFTER)
+    finally:
+        await connection.close()
+    [advised] = watch.of(Advised)
+    assert advised.where == "bindings"
+    assert "rebind_queues=True removes nothing" in advised.advice and "rabbitmq_management_url" in advised.advice
+
+
+async def test_without_the_interface_the_doctor_says_whether_bindings_were_looked_at(
+    make_outbox: MakeOutbox, shop_command: Command, vhost: VirtualHost
+) -> None:
+    nowhere = {"OUTBOX_TRANSPORT": vhost.url, "OUTBOX_RABBITMQ_MANAGEMENT_URL": "http://127.0.0.1:1"}
+    await serve(make_outbox(transport=vhost.url), AFTER)
+    with_database, without = (
+        {"OUTBOX_DB_ENGINE_URL": url} for url in (shop_command.settings["OUTBOX_DB_ENGINE_URL"], "")
+    )
+    for database, expected in ((with_database, {"bindings": "ok"}), (without, {"management": "warning"})):
+        ran = await shop_command.run("doctor", "shop_of_rebinding:bill", "--json", **nowhere, **database)
+        levels = {each["subject"]: each["level"] for each in ran.document["findings"]}
+        assert {"management": "ok", **expected}.items() <= levels.items()
+        assert ("bindings" in levels) == ("bindings" in expected)
 
 
 async def test_an_interface_that_is_away_keeps_no_worker_from_starting(

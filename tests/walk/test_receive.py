@@ -75,7 +75,7 @@ async def test_a_received_message_reaches_its_listener_once(
 async def test_of_many_that_receive_the_same_message_at_once_one_stores_it(
     make_outbox: MakeOutbox, outbox: Outbox
 ) -> None:
-    await outbox.store.bind([Binding("payments", "#")])
+    await outbox.store.queues.bind([Binding("payments", "#")])
     receivers = [make_outbox() for _ in range(4)]
     answers = await asyncio.gather(*(each.receive("payments", payment()) for each in receivers))
     assert sorted(answers) == [False, False, False, True]
@@ -83,7 +83,7 @@ async def test_of_many_that_receive_the_same_message_at_once_one_stores_it(
 
 
 async def test_a_message_commits_and_rolls_back_with_the_session_it_is_received_in(outbox: Outbox) -> None:
-    await outbox.store.bind([Binding("payments", "#")])
+    await outbox.store.queues.bind([Binding("payments", "#")])
     async with outbox.engines.session() as session:
         assert await outbox.receive("payments", payment(), session=session)
         assert not await outbox.receive("payments", payment(), session=session)

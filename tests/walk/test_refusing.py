@@ -75,7 +75,7 @@ async def test_the_first_message_that_is_taken_ends_it(outbox: Outbox) -> None:
     relay.sink.answer = yes
     assert [await relay.round() for _ in range(4)] == [1, 2, 4, 8]
     assert await state(outbox) is CircuitState.CLOSED
-    assert (await outbox.store.circuits())[0].refusing is None
+    assert (await outbox.store.circuits.all())[0].refusing is None
     assert len(relay.recorder.of(CircuitClosed)) == 1
     relay.sink.answer = not_found
     before = await dead(outbox)
@@ -111,7 +111,7 @@ async def test_other_relays_know_for_how_long_it_was_so_and_that_it_is_over(make
     assert await dead(first.outbox) == REFUSALS + 1
     first.sink.answer = yes
     assert await first.round() == 1
-    assert (await first.outbox.store.circuits())[0].refusing is None
+    assert (await first.outbox.store.circuits.all())[0].refusing is None
 
 
 async def test_a_message_that_is_refused_alone_is_dead_at_once(outbox: Outbox) -> None:
@@ -119,7 +119,7 @@ async def test_a_message_that_is_refused_alone_is_dead_at_once(outbox: Outbox) -
     await emit(outbox, 1)
     assert await relay.round() == 1
     assert await dead(outbox) == 1
-    assert await outbox.store.circuits() == []
+    assert await outbox.store.circuits.all() == []
 
 
 async def test_refusals_between_which_something_is_taken_open_nothing(outbox: Outbox) -> None:
@@ -131,7 +131,7 @@ async def test_refusals_between_which_something_is_taken_open_nothing(outbox: Ou
     await emit(outbox, 40)
     assert [await relay.round() for _ in range(5)] == [BATCH] * 5
     assert await dead(outbox) == 35
-    assert await outbox.store.circuits() == []
+    assert await outbox.store.circuits.all() == []
 
 
 async def test_refusals_that_are_about_the_message_open_nothing(outbox: Outbox) -> None:

@@ -13,7 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from outbox import ConfigurationError, Message, Outbox, TransportMismatch, TransportUnavailable, listen
 from outbox.core.events import Handled, Troubled
-from outbox.core.transport import Features, Published, Refusal
+from outbox.core.transport import Features, Published, Refusal, Report, Transport, unreported
 from outbox.outbound import publishing
 from outbox.transports.memory import MemoryTransport
 from tests.seeds.observing import Recorder, eventually
@@ -23,33 +23,24 @@ MakeOutbox = Callable[..., Outbox]
 Answer = Callable[[Sequence[Message]], Published]
 
 
-class Scripted:
+class Scripted(Transport):
     """A transport that answers as the test says: one answer for each call, the last one for ever."""
 
     name = "scripted"
     features = Features(consumes=False, delays=False, keeps_dead_letters=False)
-    dead_letters = None
 
     def __init__(self, *answers: Any) -> None:
         self._answers = list(answers)
         self.calls: list[list[Message]] = []
         self.called = asyncio.Condition()
 
-    async def open(self) -> None: ...
-
-    async def close(self) -> None: ...
-
-    async def publish(self, messages: Sequence[Message]) -> Published:
+    async def publish(self, messages: Sequence[Message], report: Report = unreported) -> Published:
         async with self.called:
             self.calls.append(list(messages))
             self.called.notify_all()
         answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
         result = answer(messages)
         return await result if asyncio.iscoroutine(result) else result
-
-    async def declare(self, listeners: Any) -> None: ...
-
-    def consume(self, listener: Any, prefetch: int) -> Any: ...
 
     async def until(self, calls: int) -> None:
         async with asyncio.timeout(PATIENCE), self.called:

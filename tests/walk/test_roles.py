@@ -259,6 +259,25 @@ async def test_a_relay_with_routes_needs_what_is_printed_as_a_comment(
         assert [binding.binding_key for binding in await rebinding.bindings()] == ["a"]
 
 
+async def test_a_worker_on_rabbitmq_records_what_it_binds_and_removes_it_with_what_is_printed_as_a_comment(
+    roles: Roles, make_outbox: MakeOutbox, command: Command, rabbitmq_url: str
+) -> None:
+    before, after = (Listener(key, nothing, queue="billing") for key in ("order.*", "order.created"))
+    given = {"db_engine_url": roles.url_of("worker"), "transport": rabbitmq_url}
+    async with make_outbox(**given).running(listeners=[before]):
+        pass
+    rebinding = make_outbox(**given, rebind_queues=True)
+    with pytest.raises(DBAPIError, match="permission denied"):
+        async with rebinding.running(listeners=[after]):
+            pass
+    printed = (await command.run("tables", "sql", "--roles", "--role-prefix", roles.table_name)).stdout
+    [comment] = [line for line in printed.splitlines() if line.startswith("-- GRANT DELETE ON") and "_owners" in line]
+    roles.run(comment.removeprefix("-- "))
+    async with rebinding.running(listeners=[after]):
+        operator = make_outbox(db_engine_url=roles.url_of("operator"))
+        assert [binding.binding_key for binding in await operator.store.owners.declared()] == ["order.created"]
+
+
 async def only_waits(operator: Outbox, count: int) -> bool:
     backlog = await operator.backlog()
     return (backlog.waiting, backlog.sent) == (count, 0)
@@ -273,16 +292,16 @@ async def test_what_has_expired_and_what_is_old_is_cleaned_up_under_either_role(
     )
     async with worker.transaction() as session:
         for _ in range(2):
-            statement, [entry] = worker.store.remember("queue", "id")
+            statement, [entry] = worker.store.inbox.remember("queue", "id")
             await session.execute(statement, entry)
     async with producer.transaction() as session:
         await producer.emit(session, "a", 1, expiration=timedelta(milliseconds=1))
     store = make_outbox(db_engine_url=roles.url_of(kind), clean_up_after=timedelta(0)).store
-    await until(lambda: store.expire(10))
+    await until(lambda: store.maintenance.expire(10))
     assert [letter.reason for letter in await operator.dead_letters.list()] == ["expired"]
-    assert await store.purge_inbox(timedelta(hours=1), 10) == 0
-    assert await until(lambda: store.purge_inbox(timedelta(0), 10)) == 1
-    assert await store.purge(timedelta(0), 10) == 0
+    assert await store.inbox.purge(timedelta(hours=1), 10) == 0
+    assert await until(lambda: store.inbox.purge(timedelta(0), 10)) == 1
+    assert await store.maintenance.purge(timedelta(0), 10) == 0
 
 
 async def test_a_producer_wakes_those_who_sleep(roles: Roles, shop: Shop, make_outbox: MakeOutbox) -> None:

@@ -71,7 +71,7 @@ async def test_a_relay_binds_all_its_routes_when_it_starts(make_outbox: MakeOutb
 async def test_the_relay_of_a_route_takes_what_was_routed_to_it_and_nothing_else(make_outbox: MakeOutbox) -> None:
     outbox, sink = make_outbox(), Named("one")
     publisher = Publisher(
-        outbox.store,
+        outbox.store.feed,
         sink,
         batch_size=10,
         lease=timedelta(minutes=1),
@@ -79,10 +79,10 @@ async def test_the_relay_of_a_route_takes_what_was_routed_to_it_and_nothing_else
         observe=Recorder(),
         destination="one",
     )
-    await outbox.store.bind([Binding("one", "order.*"), Binding("other", "#")])
+    await outbox.store.queues.bind([Binding("one", "order.*"), Binding("other", "#")])
     await emit(outbox, "order.created", 1)
     assert await publisher.round() == 0
-    await outbox.store.route(10, {})
+    await outbox.store.queues.route(10, {})
     await emit(outbox, "order.created", 2)
     assert await publisher.round() == 1
     assert sink.bodies == [1]
@@ -244,7 +244,7 @@ async def test_the_table_belongs_to_routes(make_outbox: MakeOutbox) -> None:
     outbox = make_outbox(routes={"#": Named("one")})
     async with outbox.running(relay=True):
         pass
-    assert await outbox.store.recorded_transport() == "routes"
+    assert await outbox.store.maintenance.recorded_transport() == "routes"
     with pytest.raises(TransportMismatch, match="routes"):
         async with make_outbox(transport=Named("one")).running(relay=True):
             pass

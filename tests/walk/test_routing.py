@@ -14,7 +14,7 @@ from outbox import Outbox, listen
 from outbox.core.binding import Binding
 from outbox.core.store import Wanted
 from outbox.outbound.routing import Router
-from outbox.stores import routing
+from outbox.stores import bindings
 from outbox.testing.sql import sql_store
 from outbox.transports.database import DatabaseTransport
 from tests.walk.test_databases import POSTGRESQL
@@ -57,14 +57,14 @@ def wanted(transport: DatabaseTransport) -> bool:
 async def test_a_binding_is_not_added_while_a_router_works_without_it(make_outbox: MakeOutbox, table_name: str) -> None:
     """Whoever has bound a queue gets what is routed from then on: no router may still decide by the old bindings."""
     router, binder, watcher = make_outbox(), make_outbox(), make_outbox()
-    await router.store.record_transport("database")  # as every run does first
+    await router.store.maintenance.record_transport("database")  # as every run does first
     await emit(router, 1)
     async with watcher.engines.asynchronous.connect() as connection:
         # Nobody can write messages, but they can be looked at and locked: the router halts between the two.
         await connection.execute(text(f"LOCK TABLE {table_name} IN SHARE MODE"))
-        routed = asyncio.create_task(router.store.route(10, {"#": "discard"}))
+        routed = asyncio.create_task(router.store.queues.route(10, {"#": "discard"}))
         await waiting(watcher, table_name, 1)
-        binding = asyncio.create_task(binder.store.bind([Binding("q", "#")]))
+        binding = asyncio.create_task(binder.store.queues.bind([Binding("q", "#")]))
         await waiting(watcher, table_name, 2)
         meanwhile = await watcher.bindings()
     await asyncio.wait_for(asyncio.gather(routed, binding), PATIENCE)
@@ -87,31 +87,31 @@ async def waiting(outbox: Outbox, table_name: str, count: int) -> None:
 async def test_a_restored_database_is_routed_by_its_own_bindings(make_outbox: MakeOutbox) -> None:
     """Counted on from the restored number, the version would be one that the router knows with other bindings."""
     router, other = make_outbox(), make_outbox()
-    await other.store.bind([Binding("before", "#")])
+    await other.store.queues.bind([Binding("before", "#")])
     backup = await rows_of(other)
     await other.unbind("before")
-    await other.store.bind([Binding("lost", "#")])
+    await other.store.queues.bind([Binding("lost", "#")])
     await emit(router, 1)
-    assert (await router.store.route(10, {})).routed == {"lost": 1}
+    assert (await router.store.queues.route(10, {})).routed == {"lost": 1}
     await restore(other, backup)
     await other.unbind("before")
-    await other.store.bind([Binding("after", "#")])
+    await other.store.queues.bind([Binding("after", "#")])
     await emit(router, 2)
-    assert (await router.store.route(10, {}, WANTED)).routed == {"after": 1}
+    assert (await router.store.queues.route(10, {}, WANTED)).routed == {"after": 1}
 
 
 async def test_bindings_that_were_changed_without_their_version_are_noticed_after_a_while(
     make_outbox: MakeOutbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     router, other = make_outbox(), make_outbox()
-    await other.store.bind([Binding("before", "#")])
+    await other.store.queues.bind([Binding("before", "#")])
     await emit(router, 1)
-    assert (await router.store.route(10, {}, WANTED)).routed == {"before": 1}
+    assert (await router.store.queues.route(10, {}, WANTED)).routed == {"before": 1}
     by_hand = update(other.tables.bindings).values(queue="after")
-    await sql_store(other.store).transact(lambda connection: connection.execute(by_hand))
-    monkeypatch.setattr(routing, "KNOWN_FOR", 0.0)
+    await sql_store(other.store).runner.transact(lambda connection: connection.execute(by_hand))
+    monkeypatch.setattr(bindings, "KNOWN_FOR", 0.0)
     await emit(router, 2)
-    assert (await router.store.route(10, {}, WANTED)).routed == {"after": 1}
+    assert (await router.store.queues.route(10, {}, WANTED)).routed == {"after": 1}
 
 
 WANTED = {queue: Wanted(10, timedelta(seconds=30)) for queue in ("before", "lost", "after")}
@@ -124,7 +124,7 @@ async def rows_of(outbox: Outbox) -> dict[Table, list[dict[str, Any]]]:
         tables = (outbox.tables.bindings, outbox.tables.state)
         return {each: [dict(row) for row in connection.execute(select(each)).mappings()] for each in tables}
 
-    return await sql_store(outbox.store).look(read)
+    return await sql_store(outbox.store).runner.look(read)
 
 
 async def restore(outbox: Outbox, backup: dict[Table, list[dict[str, Any]]]) -> None:
@@ -133,4 +133,4 @@ async def restore(outbox: Outbox, backup: dict[Table, list[dict[str, Any]]]) -> 
             connection.execute(delete(table))
             connection.execute(insert(table), rows)
 
-    await sql_store(outbox.store).transact(write)
+    await sql_store(outbox.store).runner.transact(write)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Awaitable, Callable
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 import pytest
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -17,6 +19,7 @@ from outbox.core.diagnosis import Level
 from outbox.core.events import Advised, Handled
 from outbox.doctor import examine
 from outbox.owners import service_of
+from outbox.transports.http import HttpTransport
 from tests.conftest import MakeOutbox
 
 from .commands import Command
@@ -71,7 +74,7 @@ async def test_what_was_handled_under_the_short_name_is_not_handled_again(
     async with outbox.transaction() as session:
         known, new = [await outbox.emit(session, "order.created", number) for number in range(2)]
         assert known is not None and new is not None
-        await session.run_sync(lambda plain: outbox.store.remember_all(plain.connection(), "orders", [known.id]))
+        await session.run_sync(lambda plain: outbox.store.inbox.remember_all(plain.connection(), "orders", [known.id]))
     async with outbox.running(relay=True, listeners=[writing(effects, "billing")]):
         ended = await watch.wait_for(Handled, 2)
     assert {event.attempt.message.id for event in ended} == {known.id, new.id}
@@ -101,7 +104,7 @@ async def test_a_worker_that_serves_a_queue_of_another_service_says_so(make_outb
     [advised] = watches[2].of(Advised)
     assert advised.where == "the queue 'orders'"
     assert "belongs to the service 'billing', and this one is 'shipping'" in advised.advice
-    assert await outboxes[0].store.owners() == {"orders": "billing"}
+    assert await outboxes[0].store.owners.all() == {"orders": "billing"}
 
     told = make_outbox(observers=[watches[3]], service="billing")
     async with told.running(listeners=[named("shipping")]):
@@ -121,7 +124,7 @@ async def test_a_queue_that_is_released_belongs_to_the_next_service(
     async with outbox.running(listeners=[named("after")]):
         pass
     assert watch.of(Advised) == []
-    assert await outbox.store.owners() == {"orders": "after"}
+    assert await outbox.store.owners.all() == {"orders": "after"}
     assert (await command.run("queues", "release", "unknown")).code == ExitCode.WRONG
 
 
@@ -134,7 +137,7 @@ async def test_with_a_prefix_it_is_the_brokers_queue_that_belongs_to_a_service(
         async with outbox.running(listeners=[named(service)]):
             pass
     assert watch.of(Advised) == []
-    owners = await outbox.store.owners()
+    owners = await outbox.store.owners.all()
     assert {queue: owner for queue, owner in owners.items() if queue} == {
         "billing.orders": "billing",
         "shipping.orders": "shipping",
@@ -197,7 +200,7 @@ async def test_another_address_of_the_same_transport_is_told_and_may_be_switched
     async with outboxes[3].running(relay=True):
         pass
     assert watches[3].of(Advised) == []
-    assert await outboxes[3].store.owners() == {"": "https://other.example.com/events"}
+    assert await outboxes[3].store.owners.all() == {"": "https://other.example.com/events"}
 
 
 @SQLITE
@@ -212,6 +215,50 @@ async def test_two_functions_are_told_apart_by_module_and_name(make_outbox: Make
     assert watches[0].of(Advised) == []
     [advised] = watches[1].of(Advised)
     assert f"{__name__}.publish elsewhere" in advised.advice
+
+
+def sending(package: str) -> Callable[[Message], Awaitable[None]]:
+    async def send(message: Message) -> None: ...
+
+    send.__module__, send.__qualname__ = f"{package}.sending", "send"
+    return send
+
+
+@SQLITE
+@pytest.mark.parametrize(
+    ("first", "second", "name"),
+    [
+        (lambda: sending("billing"), lambda: sending("shipping"), "send"),
+        (
+            lambda: HttpTransport("https://hooks.example.com/a", name="hooks"),
+            lambda: HttpTransport("https://hooks.example.com/b", name="hooks"),
+            "hooks",
+        ),
+    ],
+    ids=["functions", "http"],
+)
+async def test_another_address_of_a_route_is_told_and_the_route_may_be_released(
+    make_outbox: MakeOutbox, command: Command, first: Callable[[], Any], second: Callable[[], Any], name: str
+) -> None:
+    watches = [Watch() for _ in range(4)]
+    makes = [first, first, second, second]
+    outboxes = [
+        make_outbox(routes={"#": make()}, observers=[watch]) for make, watch in zip(makes, watches, strict=True)
+    ]
+    for outbox in outboxes[:3]:
+        async with outbox.running(relay=True):
+            pass
+    assert watches[0].of(Advised) == watches[1].of(Advised) == []
+    [advised] = watches[2].of(Advised)
+    assert advised.where == f"the route '{name}'" and "each place gets a part of them" in advised.advice
+    [finding] = [each for each in await examine(outboxes[3]) if each.level is Level.WARNING]
+    assert finding.subject == "transport" and finding.what.startswith(f"{name}: its messages go to ")
+    assert finding.advice.endswith(f"outbox queues release {name}")
+
+    assert (await command.run("queues", "release", name)).code == 0
+    async with outboxes[3].running(relay=True):
+        pass
+    assert watches[3].of(Advised) == []
 
 
 @SQLITE

@@ -53,7 +53,7 @@ async def slow(host: str, port: int, rate: list[float]) -> AsyncIterator[int]:
 async def test_a_backlog_that_no_single_claim_can_fetch_in_time_is_delivered(
     postgresql_url: str, table_name: str, monkeypatch: pytest.MonkeyPatch, road: str
 ) -> None:
-    monkeypatch.setattr("outbox.stores.sql.WORK_WITHIN", WITHIN)
+    monkeypatch.setattr("outbox.stores.runner.WORK_WITHIN", WITHIN)
     monkeypatch.setattr(weights, "AIM", BACKLOG * len(BODY))
     monkeypatch.setattr(weights, "QUICK", WITHIN / 4)
     url = make_url(postgresql_url).set(drivername="postgresql+asyncpg")
@@ -76,12 +76,12 @@ async def test_a_backlog_that_no_single_claim_can_fetch_in_time_is_delivered(
         )
         await outbox.create_tables()
         if road == "worker":
-            await outbox.store.bind([listener.binding])
+            await outbox.store.queues.bind([listener.binding])
         async with producer.transaction() as session:
             for number in range(BACKLOG):
                 await producer.emit(session, "order.created", BODY, headers={"number": str(number)})
         if road == "worker":
-            await producer.store.route(BACKLOG, {})
+            await producer.store.queues.route(BACKLOG, {})
         running = outbox.running(relay=True) if road == "relay" else outbox.running(listeners=[listener])
         async with running:
             rate[0] = RATE

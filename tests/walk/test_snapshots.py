@@ -14,7 +14,7 @@ from sqlalchemy import event, select, text
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
 from sqlalchemy.orm import Session
 
-from outbox import Listener
+from outbox import Listener, listen
 from outbox.core.attempt import Dead, Done
 from outbox.core.events import Conflicted, LeaseWasLost
 from tests.conftest import MakeOutbox
@@ -179,3 +179,45 @@ async def test_a_listener_that_reads_anew_with_each_statement_costs_no_further_s
         await watch.outcomes(2)
     await engine.dispose()
     assert [statement.split()[0] for statement in statements] == ["INSERT", "SELECT", "DELETE"]
+
+
+@ASYNCPG
+async def test_a_listener_that_sets_its_isolation_by_a_statement_is_told_how_to(
+    make_outbox: MakeOutbox, watch: Watch
+) -> None:
+    """Its lease would be renewed during the transaction, which could never end its message."""
+    outbox = make_outbox(observers=[watch])
+
+    @listen("#", queue="q", retry_delays=())
+    async def listener(body: int, session: AsyncSession) -> None:
+        await session.execute(text("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ"))
+
+    async with outbox.running(listeners=[listener]):
+        await emit(outbox, 1)
+        [outcome] = await watch.outcomes(1)
+    assert isinstance(outcome, Dead) and "Set isolation_level= of the listener instead" in outcome.error
+
+
+@pytest.mark.parametrize("database_url", ["postgresql+asyncpg", "postgresql+psycopg"], indirect=True)
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "SET SESSION CHARACTERISTICS AS TRANSACTION ISOLATION LEVEL REPEATABLE READ",
+        "SET default_transaction_isolation = 'repeatable read'",
+    ],
+    ids=["characteristics", "default"],
+)
+async def test_a_listener_that_sets_the_isolation_of_its_connection_is_told_too(
+    make_outbox: MakeOutbox, watch: Watch, statement: str
+) -> None:
+    """The pool gives the connection out again, and whoever gets it would collide with the renewal of its lease."""
+    outbox = make_outbox(observers=[watch])
+
+    @listen("#", queue="q", retry_delays=())
+    async def listener(body: int, session: AsyncSession) -> None:
+        await session.execute(text(statement))
+
+    async with outbox.running(listeners=[listener]):
+        await emit(outbox, 1)
+        [outcome] = await watch.outcomes(1)
+    assert isinstance(outcome, Dead) and "Set isolation_level= of the listener instead" in outcome.error

@@ -13,6 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from outbox import Binding, DatabaseReplaced, Listener, Outbox
 from outbox.core.events import Failed, LeaseWasLost
+from outbox.core.store import Selection
 from tests.conftest import MakeOutbox
 from tests.seeds.observing import PATIENCE, Recorder, let_leases_run_out
 
@@ -46,18 +47,20 @@ async def test_the_lease_of_a_run_that_waits_to_be_alone_is_renewed_while_others
 ) -> None:
     outbox = make_outbox()
     store = outbox.store
-    await store.bind([Binding("q", "q")])
+    await store.queues.bind([Binding("q", "q")])
     async with outbox.transaction() as session:
         await outbox.emit(session, "q", "suspected")
-    await store.route(1, {})
-    async with store.claim(1, lease=timedelta(hours=1), destination="q"):
+    await store.queues.route(1, {})
+    async with store.feed.claim(Selection(limit=1, lease=timedelta(hours=1), destination="q")):
         await let_leases_run_out(outbox)
 
     async def write() -> None:
-        async with store.turn():
+        async with store.transactions.turn():
             await asyncio.sleep(EACH)
 
-    async with store.claim(1, lease=timedelta(seconds=LEASE), destination="q", isolated_at=1) as claim:
+    async with store.feed.claim(
+        Selection(limit=1, lease=timedelta(seconds=LEASE), destination="q", isolated_at=1)
+    ) as claim:
         [attempt] = claim.attempts
         assert attempt.isolated
         async with asyncio.TaskGroup() as writing:

@@ -14,9 +14,9 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from outbox import ConfigurationError, Listener, Message, Outbox, Reject, listen
 from outbox.core.attempt import Done, Outcome, Reason, Released
 from outbox.core.events import Handled, LeaseWasLost, Received, Troubled
-from outbox.core.landing import Landing
+from outbox.core.settlement import Settlement
 from outbox.core.store import Receipt
-from outbox.core.transport import Features
+from outbox.core.transport import Delivery, Features
 from outbox.shutdown import Shutdown
 from outbox.testing.draining import drain
 from outbox.transports.memory import MemoryDelivery, MemoryTransport
@@ -273,7 +273,7 @@ async def test_a_listener_with_lanes_keeps_none_of_its_messages_from_being_store
 )
 async def test_whatever_postgresql_cannot_hold_fails_alone(outbox: Outbox, bad: Message) -> None:
     good = [order(number) for number in range(5)]
-    receipt = await outbox.store.receive("orders", [*good[:3], bad, *good[3:]])
+    receipt = await outbox.store.queues.receive("orders", [*good[:3], bad, *good[3:]])
     assert receipt.stored == {each.id for each in good}
     assert set(receipt.refused) == {bad.id}
 
@@ -286,7 +286,7 @@ async def test_a_commit_of_unknown_outcome_is_not_acknowledged_and_stored_again_
     recorder: Recorder,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    receive = outbox.store.receive
+    receive = outbox.store.queues.receive
 
     async def answer_is_lost(queue: str, messages: list[Message], **options: Any) -> Receipt:
         receipt = await receive(queue, messages, **options)
@@ -294,7 +294,7 @@ async def test_a_commit_of_unknown_outcome_is_not_acknowledged_and_stored_again_
             raise ConnectionError("cut while COMMIT was under way")
         return receipt
 
-    monkeypatch.setattr(outbox.store, "receive", answer_is_lost)
+    monkeypatch.setattr(outbox.store.queues, "receive", answer_is_lost)
     async with outbox.running(listeners=[listener]):
         await transport.publish([order(1)])
         assert await arrival(arrivals) == 1
@@ -339,16 +339,12 @@ class Bare(MemoryTransport):
         return deliveries
 
 
-class BareDelivery:
+class BareDelivery(Delivery):
     def __init__(self, delivery: MemoryDelivery) -> None:
         self._delivery = delivery
         self.attempt = delivery.attempt
-        self.raw = delivery.raw
 
-    def completion(self) -> None:
-        return None
-
-    def settle(self, outcome: Outcome) -> Landing:
+    def settle(self, outcome: Outcome) -> Settlement:
         assert isinstance(outcome, Done | Released), "it knows nothing else"
         return self._delivery.settle(outcome)
 
@@ -377,7 +373,7 @@ async def test_what_is_not_stored_when_the_worker_stops_goes_back_to_the_broker(
     await outbox.create_tables()
     await transport.declare([listener])
     await transport.publish([order(1), order(2)])
-    outbox.store.receive = _never  # type: ignore[method-assign]
+    outbox.store.queues.receive = _never  # type: ignore[method-assign]
     async with outbox.running(listeners=[listener]):
         await eventually(lambda: len(recorder.of(Troubled)) > 2 or recorder.of(Received))
         assert transport.waiting() == 0, "they are in the worker's hands"

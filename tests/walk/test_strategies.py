@@ -16,7 +16,7 @@ from sqlalchemy.orm import Session
 from outbox import NEVER, ConfigurationError, Message, Outbox, listen
 from outbox.core.attempt import Dead, Done, RetryIn
 from outbox.core.events import Conflicted, Handled
-from outbox.inbound import conflicts
+from outbox.inbound import transactions
 from tests.seeds.observing import PATIENCE
 
 from .strategies import Effects, Watch, emit, reached
@@ -253,7 +253,7 @@ async def test_transactions_that_collide_are_run_again_and_burn_no_attempt(
             await watch.wait_for(Handled, len(watch.of(Handled)) + 1)
     async with outbox.transaction() as session:
         assert await session.scalar(select(table.c.n)) == messages
-    if outbox.store.writes_side_by_side:
+    if outbox.store.transactions.writes_side_by_side:
         assert len(watch.of(Conflicted)) > len([each for each in watch.of(Handled) if each.error is not None])
 
 
@@ -262,7 +262,7 @@ async def test_collisions_have_a_count_of_their_own_and_then_the_attempt_has_fai
     make_outbox: MakeOutbox, watch: Watch, effects: Effects, transport: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outbox = make_outbox(transport=transport, observers=[watch])
-    monkeypatch.setattr(conflicts, "RUNS", 3)
+    monkeypatch.setattr(transactions, "RUNS", 3)
     bodies: list[list[int]] = []
 
     @listen("#", queue="q", retry_delays=(0,))

@@ -19,8 +19,8 @@ from sqlalchemy.engine import URL, make_url
 from sqlalchemy.orm import Session
 
 from outbox import Outbox, listen
-from outbox.stores.notifying_thread import thread
 from outbox.stores.postgresql import PostgresqlStore
+from outbox.stores.postgresql.notifying_thread import thread
 from tests.seeds.observing import PATIENCE, Statements, arrival, eventually
 
 ROOT = Path(__file__).parents[2]
@@ -63,7 +63,7 @@ async def listening(url: URL, table_name: str) -> AsyncIterator[Listening]:
     await consumer.create_tables()
     store = consumer.store
     assert isinstance(store, PostgresqlStore)
-    await store.apply(lambda connection: store._notifier._say_asleep(connection, 3600))
+    await store.runner.apply(lambda connection: store.wakeup.notifier._say_asleep(connection, 3600))
     async with await psycopg.AsyncConnection.connect(
         url.render_as_string(hide_password=False), autocommit=True
     ) as connection:
@@ -226,6 +226,36 @@ async def test_it_is_safe_in_forks_and_at_the_end_of_a_process(url: URL, table_n
         output, errors = await program.communicate()
     assert (output, errors, program.returncode) == (b"", b"", 0)
     assert len(pids) == 3
+
+
+FORKING = """
+import os, threading
+os.register_at_fork(before=lambda: commit())  # what is registered first is called last
+
+from outbox.stores.postgresql.notifying_thread import thread
+
+class Told:
+    def notify_here(self, destinations):
+        told.set()
+
+def commit():
+    thread.notify(Told(), {""})
+    counts.append(threading.active_count())
+
+told, counts = threading.Event(), []
+child = os.fork()
+if not child:
+    os._exit(0)
+os.waitpid(child, 0)
+assert counts == [1], "it was begun too early"
+assert told.wait(10)
+"""
+
+
+def test_a_commit_while_the_process_forks_is_notified_after_the_fork() -> None:
+    """A thread that began meanwhile would be connecting when the process forks."""
+    done = subprocess.run([sys.executable, "-c", FORKING], cwd=ROOT, capture_output=True, timeout=SOON, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_where_no_thread_can_be_started_nothing_is_notified_and_nothing_fails(

@@ -267,6 +267,31 @@ async def test_a_session_on_another_database_is_refused_and_no_tables_are_made_t
     assert await outbox.messages() == []
 
 
+async def test_a_plain_engine_tells_where_the_tables_are(
+    outbox: Outbox, plain_engine: Engine, engine: AsyncEngine, other_database: AsyncEngine, tenant: str, table_name: str
+) -> None:
+    """An application without an event loop gives no other."""
+    await outbox.create_tables()
+    producer = Outbox(db_engine=plain_engine, table_name=table_name)
+    other = create_engine(sync_url(other_database.url))
+    with Session(other) as session, pytest.raises(WrongDatabase, match="_other"):
+        producer.emit_sync(session, "order.created", 1)
+    other.dispose()
+    async with AsyncSession(other_database) as session:
+        with pytest.raises(WrongDatabase, match="_other"):
+            await producer.emit(session, "order.created", 1)
+    assert await tables_of(other_database) == 0
+    elsewhere = create_engine(plain_engine.url)
+    event.listen(elsewhere, "connect", lambda dbapi, _: set_for_all(dbapi, tenant))
+    for each in (elsewhere, plain_engine):
+        with Session(each) as session:
+            producer.emit_sync(session, "order.created", 1)
+            session.commit()
+    elsewhere.dispose()
+    assert await count(engine, f"{tenant}.{table_name}") == 0
+    assert len(await outbox.messages()) == 2
+
+
 async def test_a_listener_with_sessions_on_another_database_has_no_effect_there(
     make_outbox: MakeOutbox, other_database: AsyncEngine
 ) -> None:
@@ -293,7 +318,7 @@ async def test_a_server_that_was_started_again_is_still_the_same_one(outbox: Out
     async with AsyncSession(engine) as session:
         await outbox.emit(session, "order.created", 1)
         await session.commit()
-    places: Any = outbox.store._places  # type: ignore[attr-defined]
+    places: Any = outbox.store.runner.places  # type: ignore[attr-defined]
     places._own = type(places._own)("postgres of before", places._own.schema)  # as if it had been asked then
     later = create_async_engine(engine.url)
     async with AsyncSession(later) as session:
@@ -332,6 +357,17 @@ async def test_another_file_of_sqlite_is_another_database(tmp_path: Path, kind: 
             outbox.emit_sync(plain, "order.created", 1)
     assert len(await outbox.messages()) == (1 if kind == "async" else 0)
     await outbox.close()
+
+
+def test_another_file_of_sqlite_is_another_database_than_that_of_a_plain_engine(tmp_path: Path) -> None:
+    own = create_engine(f"sqlite:///{tmp_path / 'own.db'}")
+    outbox = Outbox(db_engine=own)
+    other = create_engine(f"sqlite:///{tmp_path / 'other.db'}")
+    with Session(other) as session, pytest.raises(WrongDatabase, match="other"):
+        outbox.emit_sync(session, "order.created", 1)
+    with Session(own) as session:
+        outbox.emit_sync(session, "order.created", 1)
+        session.commit()
 
 
 async def test_a_database_of_another_kind_is_another_database(outbox: Outbox) -> None:

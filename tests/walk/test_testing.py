@@ -30,6 +30,8 @@ from outbox import (
 from outbox.adapters import sync_url
 from outbox.core.attempt import Done, RetryIn
 from outbox.core.events import Handled
+from outbox.core.store import Selection
+from outbox.core.transport import Features
 from outbox.sqlite import prepare
 from outbox.testing import Drained, Emission, NotDrained, advance, drain, emitted, emitted_sync
 from outbox.transports.memory import MemoryTransport
@@ -506,10 +508,9 @@ async def test_a_transport_that_refuses_for_ever_is_given_up(make_outbox: MakeOu
 
 
 async def test_a_broker_has_a_clock_that_nobody_can_move(make_outbox: MakeOutbox) -> None:
-    class Broker:
+    class Broker(MemoryTransport):
         name = "broker"
-        features = MemoryTransport.features
-        dead_letters = None
+        features = Features()
 
     transport: Any = Broker()
     transport.open = transport.close = transport.publish = transport.declare = transport.consume = None
@@ -578,8 +579,8 @@ async def test_the_lease_of_a_worker_that_died_runs_out(make_outbox: MakeOutbox)
     listener = listen("#", queue="q")(calls)
     await drain(outbox, [listener])
     await emit(outbox, "order.created", 1)
-    await outbox.store.route(1, {})
-    async with outbox.store.claim(1, lease=10 * MINUTE, destination="q") as claim:
+    await outbox.store.queues.route(1, {})
+    async with outbox.store.feed.claim(Selection(limit=1, lease=10 * MINUTE, destination="q")) as claim:
         assert len(claim.attempts) == 1
         assert await drain(outbox, [listener]) == Drained(left=1)
         await advance(outbox, 10 * MINUTE)
@@ -620,7 +621,7 @@ async def test_a_running_worker_is_woken_by_the_clock(make_outbox: MakeOutbox, o
         again.set()
 
     recorder = Recorder()
-    with outbox._observe.joined_by(recorder):
+    with outbox._parts.observe.joined_by(recorder):
         async with outbox.running(relay=True, listeners=[fail_once]):
             await emit(outbox, "order.created", 1)
             await recorder.wait_for(Handled)

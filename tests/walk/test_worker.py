@@ -16,8 +16,9 @@ from sqlalchemy.orm import Session
 
 from outbox import ConfigurationError, Outbox, Reject, RetryPolicy, listen
 from outbox.core.events import Event, Handled, LeaseWasLost, StillRunning, Stopped
+from outbox.core.store import Selection
 from outbox.inbound import worker
-from outbox.stores.claims import SqlClaim
+from outbox.stores.claiming import SqlClaim
 
 MakeOutbox = Callable[..., Outbox]
 
@@ -220,10 +221,13 @@ async def test_what_a_dead_worker_held_in_several_queues_comes_back_without_long
         return work
 
     listeners = [listener(queue) for queue in ("a", "b", "c")]
-    await outbox.store.bind([each.binding for each in listeners])
+    await outbox.store.queues.bind([each.binding for each in listeners])
     await emit(outbox, *range(10))
-    await outbox.store.route(100, {})
-    held = [outbox.store.claim(10, lease=timedelta(seconds=0.2), destination=queue) for queue in ("a", "b", "c")]
+    await outbox.store.queues.route(100, {})
+    held = [
+        outbox.store.feed.claim(Selection(limit=10, lease=timedelta(seconds=0.2), destination=queue))
+        for queue in ("a", "b", "c")
+    ]
     for claim in held:
         await claim.__aenter__()
         claim._renewal.cancel()  # type: ignore[attr-defined]

@@ -34,7 +34,7 @@ def ask(
 
     async def asking() -> Answer:
         try:
-            if needs_tables and outbox.engines.configured and not await outbox.store.has_tables():
+            if needs_tables and outbox.engines.configured and not await outbox.store.maintenance.has_tables():
                 raise Failure(ExitCode.WRONG, _no_tables(outbox))
             return await question()
         finally:

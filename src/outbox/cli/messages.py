@@ -16,7 +16,7 @@ from outbox.cli.exits import ExitCode, Failure
 from outbox.cli.targets import AsJson, OutboxName, find_outbox
 from outbox.core.message import Message
 from outbox.core.store import IN_DATABASE, StoredMessage
-from outbox.core.transport import Countable
+from outbox.core.transport import countable
 from outbox.instance import Outbox
 
 app = typer.Typer(help="List stored messages and tell the walk of one.", no_args_is_help=True)
@@ -99,7 +99,7 @@ def _gone(outbox: Outbox) -> str:
     transport = outbox.transport
     if transport.name == IN_DATABASE:
         return GONE
-    counted = ", and may wait there: see outbox queues list" if isinstance(transport, Countable) else ""
+    counted = ", and may wait there: see outbox queues list" if countable(transport) else ""
     return f"those that were handed to {transport.name} are deleted here unless clean_up_after keeps them{counted}"
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Annotated
 
 import typer
+from rich.console import RenderableType
 from rich.table import Table
-from rich.text import Text
 
 from outbox.cli import screen, words
 from outbox.cli.asking import ask
@@ -16,9 +18,10 @@ from outbox.cli.exits import ExitCode, Failure
 from outbox.cli.logs import hush_clients
 from outbox.cli.targets import AsJson, ListenersName, OutboxName, find_listeners, find_outbox
 from outbox.core.binding import Binding
+from outbox.core.errors import ConfigurationError
 from outbox.core.listener import Listener, check_listeners
-from outbox.core.store import IN_DATABASE, QueueBacklog
-from outbox.core.transport import Rebindable
+from outbox.core.store import IN_DATABASE, Backlog, QueueBacklog
+from outbox.core.transport import countable
 from outbox.instance import Outbox
 from outbox.rebinding import Rebinding
 
@@ -26,31 +29,33 @@ app = typer.Typer(help="List queues, replace or remove their bindings, release t
 
 Queue = Annotated[str, typer.Argument(metavar="QUEUE", help="The queue's name.", show_default=False)]
 
+_ADVICE = {"rabbitmq": ": no worker has recorded one in this database, and rabbitmq_management_url is not set, or away"}
+
+_DELETE = {"rabbitmq": "rabbitmqctl delete_queue"}
+
 
 @app.command("list", short_help="List queues.")
 def list_queues(as_json: AsJson = False, outbox_name: OutboxName = "") -> None:
     """List queues: their binding keys and what lies in them."""
     outbox = find_outbox(outbox_name)
-    queues = ask(outbox, outbox.backlog).queues
+    found = ask(outbox, outbox.backlog)
     if as_json:
-        print_document({"queues": queues})
-    elif queues:
-        screen.show(queue_table(queues))
+        print_document({"queues": found.queues, "queues_known": not _are_unknown(found, counted_transport(outbox))})
     else:
-        screen.show(no_queue())
+        screen.show(*queue_parts(found, counted_transport(outbox)))
 
 
 @app.command("remove", short_help="Remove a queue's bindings.")
 def remove_queue(queue: Queue, as_json: AsJson = False, outbox_name: OutboxName = "") -> None:
-    """Remove a queue's bindings, so that it gets no further messages.
+    """Remove a queue's bindings in the database, so that it gets no further messages.
 
     What lies in it stays, for a worker that listens on it. A worker that starts with such a listener, or a relay with
-    such a route, binds it again.
+    such a route, binds it again. A queue of a broker is deleted there.
     """
     outbox = find_outbox(outbox_name)
     removed, left = ask(outbox, lambda: _remove(outbox, queue))
     if not removed and left is None:
-        raise Failure(ExitCode.WRONG, f"no queue is called {queue!r}; see: outbox queues list")
+        raise Failure(ExitCode.WRONG, _not_in_database(outbox, queue))
     if as_json:
         print_document({"queue": queue, "removed": removed, "left": left})
         return
@@ -66,7 +71,7 @@ def release_queue(queue: Queue, as_json: AsJson = False, outbox_name: OutboxName
     From then on it belongs to the service whose worker starts first.
     """
     outbox = find_outbox(outbox_name)
-    service = ask(outbox, lambda: outbox.store.release(queue)) if queue else None
+    service = ask(outbox, lambda: outbox.store.owners.release(queue)) if queue else None
     if service is None:
         raise Failure(ExitCode.WRONG, f"no service is recorded for the queue {queue!r}")
     if as_json:
@@ -83,7 +88,7 @@ def rebind_queues(listeners_name: ListenersName, as_json: AsJson = False, outbox
     by side. Run this when those of the old version have ended. What already lies in a queue stays there.
 
     On RabbitMQ the management interface is asked: OUTBOX_RABBITMQ_MANAGEMENT_URL, or port 15672 (15671 with TLS) of the
-    broker's host.
+    broker's host. If neither is there, what workers of the same database have bound is known.
     """
     hush_clients()
     listeners = find_listeners(listeners_name)
@@ -106,25 +111,55 @@ def rebind_queues(listeners_name: ListenersName, as_json: AsJson = False, outbox
 
 async def _rebind(outbox: Outbox, listeners: Sequence[Listener]) -> list[Binding]:
     transport = outbox.transport
-    if not isinstance(transport, Rebindable):
+    if not transport.features.changes_bindings:
         raise Failure(ExitCode.CONFIGURATION, f"the transport {transport.name!r} has no queues that could be bound")
     await transport.open()
     try:
         await transport.declare(listeners)
-        return await Rebinding(outbox.settings, lambda event: None).replace(transport, listeners)
+        has_tables = outbox.engines.configured and await outbox.store.maintenance.has_tables()
+        store = outbox.store if has_tables else None
+        return await Rebinding(outbox.settings, lambda event: None, store).replace(transport, listeners)
     finally:
         await transport.close()
 
 
 async def _remove(outbox: Outbox, queue: str) -> tuple[int, QueueBacklog | None]:
     removed = await outbox.unbind(queue)
-    backlog = await outbox.store.backlog()
+    backlog = await outbox.store.inspection.backlog()
     return removed, next((found for found in backlog.queues if found.queue == queue), None)
 
 
-def no_queue() -> Text:
-    """In place of the table. Where there is one destination without routes it stays like this."""
-    return screen.note("no queue in the database: workers and relays with routes bind theirs when they start")
+def _not_in_database(outbox: Outbox, queue: str) -> str:
+    """Why nothing was removed. A list of queues shows those of a broker too, which this command does not touch."""
+    transport = outbox.transport
+    if transport.name not in _DELETE:
+        return f"no queue is called {queue!r}; see: outbox queues list"
+    where = f"one of {transport.name} is deleted there"
+    with suppress(ConfigurationError):  # it cannot be the name of one
+        where += f": {_DELETE[transport.name]} {shlex.quote(transport.queue_name(queue))}"
+    return f"the database has no queue {queue!r}. This command is for queues of the database only; {where}"
+
+
+def counted_transport(outbox: Outbox) -> str | None:
+    """The name of the transport, or of a route's, if it has queues of its own that can be counted."""
+    return next((transport.name for transport in countable(outbox.transport)), None)
+
+
+def queue_parts(backlog: Backlog, transport: str | None) -> list[RenderableType]:
+    """The table of queues, and what has to be said of those that are not in it."""
+    parts: list[RenderableType] = [queue_table(backlog.queues)] if backlog.queues else []
+    if _are_unknown(backlog, transport):
+        return [*parts, screen.note(f"the queues of {transport} are not known{_ADVICE.get(transport or '', '')}")]
+    # Where there is one destination without routes it stays like this.
+    return parts or [
+        screen.note("no queue in the database: workers and relays with routes bind theirs when they start")
+    ]
+
+
+def _are_unknown(backlog: Backlog, transport: str | None) -> bool:
+    """Whether the transport has queues of its own of which not even the names are known."""
+    at_broker = any(found.transport != IN_DATABASE for found in backlog.queues)
+    return transport is not None and backlog.dead is None and not at_broker
 
 
 def queue_table(queues: Sequence[QueueBacklog]) -> Table:
@@ -139,7 +174,9 @@ def queue_table(queues: Sequence[QueueBacklog]) -> Table:
                 *([found.transport, _consumers(found)] if at_broker else []),
                 _told(None if found.binding_keys is None else ", ".join(found.binding_keys) or words.NOTHING),
                 *map(_told, (found.delivered, found.retrying, found.leased, found.dead)),
-                _told(None) if found.transport != IN_DATABASE and found.delivered else words.duration(found.oldest),
+                _told(None)
+                if found.transport != IN_DATABASE and found.delivered != 0
+                else words.duration(found.oldest),
             )
             for found in queues
         ],

@@ -6,7 +6,7 @@ import os
 import re
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from outbox.settings import PREFIX
+from outbox.environment import PREFIX
 
 HIDDEN = "***"
 EXAMPLE = "user:password@"  # nobody's: it stands in our own advice

@@ -19,10 +19,9 @@ from outbox.cli.asking import ask, explained
 from outbox.cli.documents import document, print_document
 from outbox.cli.exits import ExitCode, Failure
 from outbox.cli.logs import hush_clients
-from outbox.cli.queues import no_queue, queue_table
+from outbox.cli.queues import counted_transport, queue_parts
 from outbox.cli.targets import AsJson, OutboxName, find_outbox
 from outbox.core.store import IN_DATABASE, Backlog, Circuit, CircuitState
-from outbox.core.transport import Watchable
 from outbox.instance import Outbox
 from outbox.shutdown import Shutdown, on_signals
 
@@ -49,7 +48,7 @@ class Rates:
     seconds: float
 
     @classmethod
-    def between(cls, before: Look, after: Look) -> Rates:
+    def between(cls, before: Snapshot, after: Snapshot) -> Rates:
         seconds = max((after.at - before.at).total_seconds(), 0.001)
         written = after.backlog.rows_written - before.backlog.rows_written
         settled = written - (after.open_rows - before.open_rows)
@@ -57,7 +56,7 @@ class Rates:
 
 
 @dataclass(frozen=True)
-class Look:
+class Snapshot:
     """The backlog at one moment."""
 
     at: datetime
@@ -75,7 +74,8 @@ class Status:
     """What a look found, with the rates since the one before it."""
 
     table: str
-    look: Look
+    look: Snapshot
+    countable: str | None = None  # the transport, if it has queues of its own
     rates: Rates | None = None
     trouble: str = ""  # why there is no newer look
 
@@ -115,10 +115,10 @@ async def _twice(outbox: Outbox, interval: float) -> Status:
     async with _watched(outbox) as condition:
         first = await _look(outbox, condition)
         if not interval:
-            return Status(_table(outbox), first)
+            return Status(_table(outbox), first, counted_transport(outbox))
         await asyncio.sleep(interval)
         second = await _look(outbox, condition)
-        return Status(_table(outbox), second, Rates.between(first, second))
+        return Status(_table(outbox), second, counted_transport(outbox), Rates.between(first, second))
 
 
 async def _watch(outbox: Outbox, interval: float, as_json: bool) -> None:
@@ -149,7 +149,7 @@ async def _fill_screen(console: Console, looks: AsyncIterator[Status]) -> None:
 async def _looks(outbox: Outbox, condition: Asking, interval: float, shutdown: Shutdown) -> AsyncIterator[Status]:
     """Looks until a signal. A database that goes away later than at the first one is waited for."""
     before = await _look(outbox, condition)
-    found = Status(_table(outbox), before)
+    found = Status(_table(outbox), before, counted_transport(outbox))
     while not shutdown.begun.is_set():
         yield found
         with suppress(TimeoutError):
@@ -160,16 +160,16 @@ async def _looks(outbox: Outbox, condition: Asking, interval: float, shutdown: S
             failure = explained(error, outbox)
             if failure.code != ExitCode.UNREACHABLE:
                 raise Failure(failure.code, failure.line) from None
-            found = Status(found.table, before, trouble=failure.line)
+            found = Status(found.table, before, found.countable, trouble=failure.line)
         else:
-            found = Status(found.table, after, Rates.between(before, after))
+            found = Status(found.table, after, found.countable, Rates.between(before, after))
             before = after
 
 
-async def _look(outbox: Outbox, condition: Asking) -> Look:
+async def _look(outbox: Outbox, condition: Asking) -> Snapshot:
     asking = asyncio.ensure_future(condition())  # beside it: each waits for a silent broker
     try:
-        return Look(datetime.now(UTC), await outbox.backlog(), await asking)
+        return Snapshot(datetime.now(UTC), await outbox.backlog(), await asking)
     finally:
         asking.cancel()
 
@@ -183,7 +183,7 @@ async def _watched(outbox: Outbox) -> AsyncIterator[Asking]:
 
     transport = outbox.transport
     async with AsyncExitStack() as stack:
-        trouble = await stack.enter_async_context(transport.watched()) if isinstance(transport, Watchable) else None
+        trouble = await stack.enter_async_context(transport.watched()) if transport.features.knows_health else None
         yield asked
 
 
@@ -211,7 +211,7 @@ def _parts(found: Status) -> list[RenderableType]:
             [
                 ("waiting", _waiting(backlog)),
                 ("oldest due", words.duration(backlog.oldest)),
-                ("leased", backlog.leased),
+                ("leased", words.UNKNOWN if backlog.leased is None else backlog.leased),
                 ("unroutable", f"{backlog.unroutable}, no queue is bound to them" if backlog.unroutable else 0),
                 ("sent", f"{backlog.sent}, kept by clean_up_after" if backlog.sent else 0),
                 ("dead", _dead(backlog)),
@@ -224,7 +224,7 @@ def _parts(found: Status) -> list[RenderableType]:
     ]
     if found.trouble:
         parts.insert(1, screen.heading(f"{found.trouble}; this is what was seen last"))
-    parts.append(queue_table(backlog.queues) if backlog.queues else no_queue())
+    parts += queue_parts(backlog, found.countable)
     return parts
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from sqlalchemy import URL
 
-from outbox.adapters import installed_transports
+from outbox.adapters import installed_stores, installed_transports, store_class
 from outbox.cli import words
 from outbox.cli.asking import ask
 from outbox.cli.documents import print_document
@@ -20,19 +20,11 @@ from outbox.core.store import TRANSPORT, Difference
 from outbox.instance import Outbox
 from outbox.settings import Settings
 from outbox.stores.ddl import creation
-from outbox.stores.postgresql_roles import roles_sql
-from outbox.stores.tables import Tables
 
 app = typer.Typer(help="Make the tables, check them, print their SQL.", no_args_is_help=True)
 
 
-class Dialect(StrEnum):
-    """Databases whose SQL can be printed."""
-
-    POSTGRESQL = "postgresql"
-    SQLITE = "sqlite"
-
-
+Dialect = StrEnum("Dialect", [(name.upper(), name) for name in installed_stores()])  # type: ignore[misc]
 OneDialect = Annotated[Dialect | None, typer.Option(help="Whose SQL. Without it, that of the configured database.")]
 Roles = Annotated[bool, typer.Option("--roles", help="The roles and their rights instead of the tables.")]
 RolePrefix = Annotated[str, typer.Option(metavar="PREFIX", help="What the names of the roles begin with.")]
@@ -81,15 +73,17 @@ def print_sql(
     rights that it needs. PostgreSQL only.
     """
     outbox = find_outbox(outbox_name)
-    tables = _tables(outbox)
-    chosen = dialect or Dialect(outbox.engines.main.dialect.name)
+    chosen = outbox.engines.main.dialect.name if dialect is None else str(dialect)
+    store = store_class(chosen)
+    tables = store.tables_named(*_names(outbox))
     if not roles:
         found = URL.create(chosen).get_dialect()()
         print("\n\n".join(statement for table in tables.metadata.sorted_tables for statement in creation(table, found)))
-    elif chosen == Dialect.POSTGRESQL:
-        print(roles_sql(tables, role_prefix))
-    else:
+        return
+    script = store.roles_sql(tables, role_prefix)
+    if script is None:
         raise Failure(ExitCode.USAGE, f"{chosen} knows no roles: --roles is for --dialect postgresql")
+    print(script)
 
 
 @app.command("switch-transport", short_help="Let another transport have the table.")
@@ -116,11 +110,11 @@ def switch_transport(
 
 async def _switch(outbox: Outbox, name: str, force: bool) -> str:
     await _check_transport(outbox, name)
-    before = await outbox.store.record_transport(name)
+    before = await outbox.store.maintenance.record_transport(name)
     if before == name:
-        await outbox.store.release(TRANSPORT)  # it may have another address from now on
+        await outbox.store.owners.release(TRANSPORT)  # it may have another address from now on
         return before
-    backlog = await outbox.store.backlog()
+    backlog = await outbox.store.inspection.backlog()
     queued = sum(queue.open for queue in backlog.queues)
     if queued and not force:
         raise Failure(
@@ -129,14 +123,14 @@ async def _switch(outbox: Outbox, name: str, force: bool) -> str:
             "look for them: let workers finish them first, or add --force and serve them afterwards with "
             "outbox worker --leftovers",
         )
-    await outbox.store.record_transport(name, switch=True)
+    await outbox.store.maintenance.record_transport(name, switch=True)
     return before
 
 
 async def _check_transport(outbox: Outbox, name: str) -> None:
     """Refuse a name that no process could come with: none would start any more."""
     installed = installed_transports()
-    if name in installed or name in (outbox.transport.name, await outbox.store.recorded_transport()):
+    if name in installed or name in (outbox.transport.name, await outbox.store.maintenance.recorded_transport()):
         return
     known = ", ".join(sorted(installed))
     raise Failure(
@@ -153,9 +147,10 @@ def _as_script(differences: Sequence[Difference]) -> Iterator[str]:
         yield "\n".join([*(f"-- {each.table}: {words.printable(each.what)}" for each in found), mend])
 
 
-def _tables(outbox: Outbox) -> Tables:
+def _names(outbox: Outbox) -> tuple[str, str | None]:
+    """The name of the table, and that of the schema."""
     try:
-        return outbox.tables
+        settings = outbox.settings
     except ConfigurationError:  # no database is named, and none is needed
         settings = Settings.of({})
-        return Tables.named(settings.table_name, settings.schema)
+    return settings.table_name, settings.schema

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator
 from enum import StrEnum
-from types import ModuleType
-from typing import TYPE_CHECKING, Annotated
-from urllib.parse import unquote, urlsplit
+from typing import Annotated
 
 import typer
 from rich.console import RenderableType
 
+from outbox.adapters import defaults_of, transport_for
 from outbox.cli import screen, words
 from outbox.cli.exits import ExitCode, Failure
 from outbox.cli.targets import ListenersName, OutboxName, find_listeners, find_outbox
 from outbox.core.errors import ConfigurationError
-from outbox.core.listener import Listener, check_listeners
+from outbox.core.listener import check_listeners
+from outbox.core.store import IN_DATABASE
+from outbox.core.transport import Provisioning, Transport
 from outbox.instance import Outbox
 from outbox.settings import Settings
 
-if TYPE_CHECKING:
-    from outbox.transports.rabbitmq.provisioning import Permissions
-    from outbox.transports.rabbitmq.topology import Topology
+USUAL = "amqp://localhost/"  # whose transport is asked where the configured one has nothing to provision
+
+_VERSION = re.compile(r"\d+(\.\d+)*")
 
 
 class Format(StrEnum):
@@ -70,73 +72,39 @@ def topology(
     """
     listeners = find_listeners(listeners_name)
     check_listeners(listeners)
-    settings = _settings(find_outbox(outbox_name))
-    provisioning, found = _needed(settings, listeners, server_version)
-    users = {role: user for role, user in (("relay", relay_user), ("worker", worker_user)) if user}
-    place = vhost or _configured_vhost(settings.transport)
+    if server_version and _VERSION.match(server_version) is None:
+        raise Failure(ExitCode.USAGE, f"--server-version {server_version}: numbers with dots between them, such as 4.1")
+    found = _transport(find_outbox(outbox_name)).topology(
+        listeners,
+        virtual_host=vhost,
+        server_version=server_version,
+        users={role: user for role, user in (("relay", relay_user), ("worker", worker_user)) if user},
+    )
     match chosen:
         case Format.JSON:
-            print(json.dumps(provisioning.definitions(found, place, users), indent=2))
+            print(json.dumps(found.definitions, indent=2))
         case Format.TERRAFORM:
-            print(provisioning.terraform(found, place, users))
+            print(found.terraform)
         case Format.TABLE:
-            screen.show(*_tables(found, provisioning.permissions(found), users))
+            screen.show(*_tables(found))
 
 
-def _needed(settings: Settings, listeners: Sequence[Listener], version: str) -> tuple[ModuleType, Topology]:
-    try:  # it loads RabbitMQ's client, which other commands do without
-        from outbox.transports.rabbitmq import provisioning
-        from outbox.transports.rabbitmq.topology import Names, Topology, open_ended, server_version
-    except ImportError:
-        line = "RabbitMQ's client is not installed: pip install 'transactional-outbox[rabbitmq]'"
-        raise Failure(ExitCode.CONFIGURATION, line) from None
-    number = server_version(version)
-    if version and number is None:
-        raise Failure(ExitCode.USAGE, f"--server-version {version}: numbers with dots between them, such as 4.1")
-    policy = settings.policy("retry_delays")
-    found = Topology.of(
-        Names(settings.exchange_name, settings.queue_prefix),
-        listeners,
-        policy.known_delays() or (),
-        server_version=number,
-        steps=any(open_ended(listener, policy) for listener in listeners),
-    )
-    return provisioning, found
-
-
-def _settings(outbox: Outbox) -> Settings:
+def _transport(outbox: Outbox) -> Transport:
+    """The configured one, if it describes its topology: neither a database nor a broker needs to be named."""
     try:
-        return outbox.settings
-    except ConfigurationError:  # neither a database nor a broker is named, and none is needed
-        return Settings.of({})
+        settings = outbox.settings
+    except ConfigurationError:
+        settings = Settings.of({})
+    defaults = defaults_of(settings, lambda event: None)
+    if settings.transport not in (None, IN_DATABASE):
+        transport = transport_for(settings.transport, defaults)
+        if transport.features.describes_topology:
+            return transport
+    return transport_for(USUAL, defaults)
 
 
-def _configured_vhost(transport: object) -> str:
-    url = urlsplit(transport) if isinstance(transport, str) else None
-    named = unquote(url.path[1:]) if url is not None and url.scheme in ("amqp", "amqps") else ""
-    return named or "/"
-
-
-def _tables(
-    topology: Topology, permissions: Sequence[Permissions], users: Mapping[str, str]
-) -> Iterator[RenderableType]:
-    marker = [topology.marker] if topology.marker else []
-    yield screen.table(("exchange", "type"), [(each.name, each.kind) for each in (*topology.exchanges, *marker)])
-    yield ""
-    yield screen.table(
-        ("queue", "arguments"),
-        [
-            (queue.name, ", ".join(f"{name}={json.dumps(value)}" for name, value in queue.arguments.items()))
-            for queue in topology.queues
-        ],
-    )
-    yield ""
-    yield screen.table(
-        ("exchange", "routing key", "queue"),
-        [(each.exchange, each.routing_key or words.NOTHING, each.queue) for each in topology.bindings],
-    )
-    yield ""
-    yield screen.table(
-        ("user", "configure", "write", "read"),
-        [(users.get(each.role, each.role), each.configure, each.write, each.read) for each in permissions],
-    )
+def _tables(found: Provisioning) -> Iterator[RenderableType]:
+    for number, (headings, rows) in enumerate(found.tables):
+        if number:
+            yield ""
+        yield screen.table(headings, [tuple(cell or words.NOTHING for cell in row) for row in rows])

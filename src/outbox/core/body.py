@@ -79,6 +79,9 @@ def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is no JSON")
 
 
+_strict_json = json.JSONDecoder(parse_constant=_refuse).decode  # `json.loads` would make one for each message
+
+
 def _check_constants(body: bytes) -> None:
     """Pydantic reads NaN and infinities, which are no JSON: no number that a listener would expect."""
     if (b"N" in body and b"NaN" in body) or (b"I" in body and b"Infinity" in body):  # single bytes are found faster
@@ -117,7 +120,7 @@ def _jsonable(value: object) -> object:
 
 def _json_or_bytes(body: bytes) -> Any:
     try:
-        return json.loads(body.decode(), parse_constant=_refuse)
+        return _strict_json(body.decode())
     except (ValueError, RecursionError):
         return body
 

@@ -5,11 +5,24 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from types import MethodType, NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
 _HIDDEN = "__outbox_session__"
+
+
+@contextlib.contextmanager
+def _plain() -> Iterator[None]:
+    yield
+
+
+@contextlib.asynccontextmanager
+async def _asynchronous() -> AsyncIterator[None]:
+    yield
+
+
+_CONTEXT_MANAGERS = (type(_plain()), type(_asynchronous()))  # contextlib gives these classes no public names
 
 
 def is_async(function: Callable[..., Any]) -> bool:
@@ -20,7 +33,10 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 def makes_context_manager(function: Callable[..., Any]) -> bool:
-    """Whether it is decorated with contextlib's contextmanager or asynccontextmanager: calling it runs nothing."""
+    """Whether it is decorated with contextlib's contextmanager or asynccontextmanager: calling it runs nothing.
+
+    Not by a decorator below another one, which may enter it: there it is found when it is returned.
+    """
     while isinstance(function, functools.partial):
         function = function.func
     behind = inspect.unwrap(function)
@@ -29,11 +45,16 @@ def makes_context_manager(function: Callable[..., Any]) -> bool:
 
 
 def not_run(returned: object) -> str | None:
-    """An awaitable or generator that a function returned and its caller has to run; None if it was run."""
+    """An awaitable, generator or contextlib's context manager that a function returned and its caller has to run.
+
+    None if it was run.
+    """
     if inspect.isawaitable(returned):
         return "an awaitable"
     if inspect.isgenerator(returned) or inspect.isasyncgen(returned):
         return "a generator"
+    if isinstance(returned, _CONTEXT_MANAGERS):
+        return "a context manager"
     return None
 
 

@@ -14,14 +14,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
-from typing import Any, Final
+from typing import Final
 from urllib.parse import quote, unquote, unquote_to_bytes
 
 from pydantic_core import from_json
 
 from outbox.core.binding import check_name
+from outbox.core.cloudevents_json import EventReader, JsonEvent
 from outbox.core.durations import LATEST, OLDEST
-from outbox.core.errors import CloudEventInvalid, CloudEventUnsupported, ConfigurationError, TooManyEvents, named
+from outbox.core.errors import CloudEventInvalid, CloudEventUnsupported, ConfigurationError, named
 from outbox.core.message import BYTES, JSON, Message, is_media_type
 from outbox.core.urls import check_uri_reference
 
@@ -36,8 +37,6 @@ DUE: Final = "outboxduetime"
 HEADERS: Final = "outboxheaders"  # headers that are no extensions: a JSON object
 EXPIRES: Final = "expirytime"  # CloudEvents' own extension
 
-MOST_EVENTS: Final = 1000  # in one request: they are read, and stored, without a pause
-
 _VERSION = "1.0"
 _REQUIRED = ("specversion", "id", "source", "type")
 _OPTIONAL = ("datacontenttype", "dataschema", "subject", "time")
@@ -50,14 +49,11 @@ _TIME = re.compile(r"\d{4}-\d\d-\d\d[Tt]\d\d:\d\d:\d\d(\.\d+)?([Zz]|[+-]\d\d:\d\
 _QUOTED = re.compile(r'"((?:[^"\\]|\\.)*)"', re.DOTALL)
 _ESCAPED = re.compile(r"\\(.)", re.DOTALL)
 _HALF_ENCODED = re.compile(r"%(?![0-9A-Fa-f]{2})")
-_SPACE = re.compile(r"[ \t\n\r]*")
-_MEMBER = re.compile(r'[ \t\n\r]*"([^"\\\x00-\x1f]*)"[ \t\n\r]*:[ \t\n\r]*')  # the name, if it is as plain as most are
-_AFTER = re.compile(r"[ \t\n\r]*([,}])")
 _UNENCODED = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) not in '"%')
 
 
 @dataclass(frozen=True, slots=True)
-class Received:
+class ReceivedEvent:
     """A message that came as a CloudEvent, and who sent it: ids are unique only together with their source."""
 
     message: Message
@@ -155,10 +151,6 @@ def _is_strict(body: bytes) -> bool:
     return True
 
 
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
-
-
 # In.
 
 
@@ -177,7 +169,7 @@ def binary_id(headers: Mapping[str, str]) -> str:
     return _unescaped("ce-id", headers.get("ce-id", ""))
 
 
-def parse(headers: Mapping[str, str], body: bytes) -> list[Received]:
+def parse(headers: Mapping[str, str], body: bytes) -> list[ReceivedEvent]:
     """The events of a request in any of the three modes; names of headers in lower case. Raises CloudEventInvalid.
 
     A body of JSON is kept byte for byte. Limits are not checked here: whoever stores a message checks it.
@@ -186,113 +178,13 @@ def parse(headers: Mapping[str, str], body: bytes) -> list[Received]:
     if kind.startswith("application/cloudevents"):
         if kind not in (STRUCTURED, BATCHED):
             raise CloudEventUnsupported(f"events as {named(kind)} are not understood here: send {STRUCTURED}")
-        reader = _Reader(_decoded(headers["content-type"], body))
+        reader = EventReader(_decoded(headers["content-type"], body))
         return [_from_json(event) for event in (reader.batch() if kind == BATCHED else [reader.single()])]
     if "ce-specversion" in headers:
         return [_from_headers(headers, body)]
     raise CloudEventInvalid(
         f"no CloudEvent: send {STRUCTURED}, or the header ce-specversion and the others of an event"
     )
-
-
-_DECODER = json.JSONDecoder(parse_constant=_refuse)
-
-
-@dataclass(frozen=True, slots=True)
-class _Event:
-    members: Mapping[str, Any]
-    data: str | None  # as it was written
-
-
-class _Reader:
-    """Reads the outermost level by itself, because nobody else tells how the data was written."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-        self._at = 0
-        self._began = 0  # where the last value did
-
-    def single(self) -> _Event:
-        event = self._event()
-        self._end()
-        return event
-
-    def batch(self) -> list[_Event]:
-        events = []
-        self._expect("[")
-        if not self._found("]"):
-            events.append(self._event())
-            while self._found(","):
-                if len(events) == MOST_EVENTS:
-                    raise TooManyEvents(f"a request has at most {MOST_EVENTS} events here: send the others in another")
-                events.append(self._event())
-            self._expect("]")
-        self._end()
-        return events
-
-    def _event(self) -> _Event:
-        members: dict[str, Any] = {}
-        data = None
-        self._expect("{")
-        more = not self._found("}")
-        while more:
-            name = self._name()
-            value = self._value()
-            if not isinstance(name, str) or name in members:
-                raise CloudEventInvalid(f"{named(name)} is there twice, or is no name: each member has one of its own")
-            members[name] = value
-            if name == "data":
-                data = self._text[self._began : self._at]
-            more = self._goes_on()
-        return _Event(members, data)
-
-    def _name(self) -> Any:
-        """And what stands between it and its value."""
-        member = _MEMBER.match(self._text, self._at)
-        if member:
-            self._at = member.end()
-            return member[1]
-        self._skip()
-        name = self._value()
-        self._expect(":")
-        self._skip()
-        return name
-
-    def _value(self) -> Any:
-        self._began = self._at
-        try:
-            value, self._at = _DECODER.raw_decode(self._text, self._at)
-        except (ValueError, RecursionError) as error:
-            what = type(error).__name__
-            raise CloudEventInvalid(f"the body is no JSON: {what} after character {self._began}") from None
-        return value
-
-    def _goes_on(self) -> bool:
-        """Whether another member follows."""
-        after = _AFTER.match(self._text, self._at)
-        if after is None:
-            raise CloudEventInvalid(f"the body is no JSON of CloudEvents: }} is missing at {self._at}")
-        self._at = after.end()
-        return after[1] == ","
-
-    def _found(self, character: str) -> bool:
-        self._skip()
-        found = self._text.startswith(character, self._at)
-        self._at += found
-        return found
-
-    def _expect(self, character: str) -> None:
-        if not self._found(character):
-            raise CloudEventInvalid(f"the body is no JSON of CloudEvents: {character} is missing at {self._at}")
-
-    def _end(self) -> None:
-        self._skip()
-        if self._at < len(self._text):
-            raise CloudEventInvalid(f"the body goes on after the event, at {self._at}")
-
-    def _skip(self) -> None:
-        space = _SPACE.match(self._text, self._at)
-        self._at = space.end() if space else self._at
 
 
 def _decoded(content_type: str, body: bytes) -> str:
@@ -305,7 +197,7 @@ def _decoded(content_type: str, body: bytes) -> str:
         raise CloudEventInvalid("the body is not UTF-8") from None
 
 
-def _from_json(event: _Event) -> Received:
+def _from_json(event: JsonEvent) -> ReceivedEvent:
     members = dict(event.members)
     encoded = members.pop("data_base64", None)
     members.pop("data", None)
@@ -323,7 +215,7 @@ def _from_json(event: _Event) -> Received:
     return _received(attributes, content_type or JSON, event.data.encode())
 
 
-def _from_headers(headers: Mapping[str, str], body: bytes) -> Received:
+def _from_headers(headers: Mapping[str, str], body: bytes) -> ReceivedEvent:
     attributes = {
         name.removeprefix("ce-"): _unescaped(name, value) for name, value in headers.items() if name.startswith("ce-")
     }
@@ -332,7 +224,7 @@ def _from_headers(headers: Mapping[str, str], body: bytes) -> Received:
     return _received(attributes, headers.get("content-type") or BYTES, body)
 
 
-def _received(attributes: Mapping[str, str], content_type: str, body: bytes) -> Received:
+def _received(attributes: Mapping[str, str], content_type: str, body: bytes) -> ReceivedEvent:
     _check(attributes)
     if not is_media_type(content_type):
         raise CloudEventInvalid(f"the content type {named(content_type)} is no media type: write type/subtype")
@@ -348,7 +240,7 @@ def _received(attributes: Mapping[str, str], content_type: str, body: bytes) -> 
         expires_at=_moment(attributes, EXPIRES),
         due_at=_moment(attributes, DUE),
     )
-    return Received(message, source)
+    return ReceivedEvent(message, source)
 
 
 def _check(attributes: Mapping[str, str]) -> None:

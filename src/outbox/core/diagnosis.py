@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import StrEnum
+
+from outbox.core.dead_letter import DeadLetters, Deaths
+from outbox.core.durations import in_words
+from outbox.core.errors import ClosedForGood, ConfigurationError, TransportUnavailable
 
 
 class Level(StrEnum):
@@ -45,3 +51,42 @@ class Claimable:
     next_end: timedelta | None  # when the first of these leases ends unless it is renewed
     expired: int  # their lease ran out, and nobody has claimed them since
     expired_for: timedelta | None  # since when, at most
+
+
+async def fresh_dead_letters(
+    letters: DeadLetters, queues: Sequence[str] | None, within: timedelta, where: str
+) -> list[Finding]:
+    """Those of these queues, which have some; None: of all that are known.
+
+    A queue of a broker can only be read by taking messages out of it: those without dead letters are left alone.
+    """
+    deaths: Sequence[Deaths] = ()
+    try:
+        if within and (queues or queues is None):
+            deaths = await letters.deaths(within, known=queues or ())
+    except (TransportUnavailable, ConfigurationError, ClosedForGood) as error:
+        what = f"{where} {', '.join(queues or ())}".rstrip() + f": not looked at: {error}"
+        return [Finding(Level.WARNING, "dead letters", what, "outbox dead-letters list --queue QUEUE shows them")]
+    return list(dead_letter_findings(deaths, within, where))
+
+
+def dead_letter_findings(deaths: Sequence[Deaths], within: timedelta, where: str = "") -> Iterator[Finding]:
+    """Those that died lately: a person has to see them, because nothing tries them again."""
+    if not within:
+        yield Finding(Level.OK, "dead letters", "not looked at: fresh_dead_letters is 0")
+    elif not deaths:
+        yield Finding(Level.OK, "dead letters", " ".join(["none", *where.split(), f"in the last {in_words(within)}"]))
+    for queue in dict.fromkeys(each.queue for each in deaths):
+        found = [each for each in deaths if each.queue == queue]
+        reasons = ", ".join(f"{each.count} {each.reason}" for each in found)
+        place = "before they reached a queue" if queue is None else place_of(queue)
+        what = f"{sum(each.count for each in found)} {place}, in the last {in_words(within)}: {reasons}"
+        if any(each.reason is None for each in found):
+            what = f"{sum(each.count for each in found)} {place}, too many to read when they died"
+        advice = f"see why, then replay or discard them: outbox dead-letters list --queue {shlex.quote(queue or '')}"
+        yield Finding(Level.ERROR, "dead letters", what, advice)
+
+
+def place_of(queue: str | None) -> str:
+    """Where messages are, for people."""
+    return "not routed or sent yet" if queue is None else f"in the queue {queue!r}"

@@ -50,6 +50,12 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__
 
 
+def described(error: BaseException) -> str:
+    """An error as its class and its text; the class alone where it has none."""
+    text = str(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
 def named(value: object) -> str:
     """A value in an error's text: short, and never an error itself."""
     text = repr(value) if isinstance(value, str | bytes | float | bool | None) else type(value).__name__

@@ -135,6 +135,15 @@ class LeaseWasLost:
 
 
 @dataclass(frozen=True, slots=True)
+class Unsettled:
+    """How an attempt ended could not be written, as when the connection to a broker broke: its message comes again."""
+
+    queue: str
+    attempt: Attempt
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True)
 class CleanedUp:
     """Rows left by retention."""
 
@@ -189,7 +198,8 @@ class Troubled:
     where: str
     error: BaseException
     pause: timedelta
-    outage_of: str | None = None  # the database, the transport or a route, if `Recovered` follows
+    # If `Recovered` follows: the database, the transport or a route; `where` itself if that answers and refuses.
+    outage_of: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +227,7 @@ Event = (
     | Conflicted
     | StillRunning
     | LeaseWasLost
+    | Unsettled
     | CleanedUp
     | Started
     | Stopped

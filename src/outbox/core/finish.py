@@ -11,7 +11,7 @@ from outbox.core.errors import DatabaseSilent
 Result = TypeVar("Result")
 
 CANCELLED_WITHIN = 5.0  # seconds that a caller who wants to leave waits for an answer
-LAST_WORDS = 2.0  # seconds that work which is given up has to let go of its connection
+GIVEN_UP_ENDS_WITHIN = 2.0  # seconds that work which is given up has to let go of its connection
 
 
 async def finish(work: Coroutine[Any, Any, Result], within: float) -> Result:
@@ -54,6 +54,6 @@ def _set(over: asyncio.Future[bool], answered: bool) -> None:
 async def _give_up(task: asyncio.Task[Any]) -> None:
     if not task.done():
         task.cancel()
-        await asyncio.wait([task], timeout=LAST_WORDS)
+        await asyncio.wait([task], timeout=GIVEN_UP_ENDS_WITHIN)
     if task.done() and not task.cancelled():
         task.exception()  # looked at, so that nobody is told about it later

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from contextlib import suppress
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -37,6 +38,23 @@ def lead_nowhere(descriptor: int) -> None:
         os.dup2(nowhere, descriptor, inheritable=False)
     finally:
         os.close(nowhere)
+
+
+class ForkableLock:
+    """A lock that no child inherits held by a thread which it does not have."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        forget_after_fork(self)
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def forked(self) -> None:
+        self._lock = threading.Lock()
 
 
 def _in_child() -> None:

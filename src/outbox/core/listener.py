@@ -12,8 +12,7 @@ from typing import Any
 from outbox.core.binding import Binding, check_name
 from outbox.core.durations import Seconds, as_lifetime, configured
 from outbox.core.errors import ConfigurationError
-from outbox.core.retry import RetryDelays, RetryPolicy, as_retry_policy
-from outbox.core.strategy import (
+from outbox.core.listener_options import (
     IsolationLevel,
     Lane,
     OnError,
@@ -26,6 +25,7 @@ from outbox.core.strategy import (
     fixed_limit,
     is_factory,
 )
+from outbox.core.retry import RetryDelays, RetryPolicy, as_retry_policy
 
 
 @dataclass(frozen=True)

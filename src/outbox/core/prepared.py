@@ -12,6 +12,7 @@ from sqlalchemy import Dialect
 from sqlalchemy.dialects import registry
 
 Parameters = tuple[Any, ...]
+SchemaNames = tuple[tuple[str | None, str | None], ...]  # of tables, and what to write instead
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +32,10 @@ class Prepared:
 
 
 @lru_cache(maxsize=256)
-def prepare(statement: Any, columns: tuple[str, ...], dialect: Dialect) -> Prepared:
-    """Compile a statement whose rows have these columns."""
-    compiled = statement.compile(dialect=dialect, column_keys=list(columns))
+def prepare(statement: Any, columns: tuple[str, ...], dialect: Dialect, schemas: SchemaNames = ()) -> Prepared:
+    """Compile a statement whose rows have these columns, with other schemas for those of its tables if it says so."""
+    named = {"schema_translate_map": dict(schemas), "render_schema_translate": True} if schemas else {}
+    compiled = statement.compile(dialect=dialect, column_keys=list(columns), **named)
     order = compiled.positiontup
     binds = {name: compiled.binds[name] for name in order}
     processors = [

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from uuid import UUID
 
+from outbox.core.binding import LONGEST_KEY
+
 MOST_IDS = 64  # brokers and HTTP servers limit what a message carries beside its body: the first id, and the last 63
 
 _tracking_ids: ContextVar[tuple[str, ...]] = ContextVar("outbox_tracking_ids", default=())
@@ -31,8 +33,17 @@ def tracking() -> Iterator[tuple[str, ...]]:
 
 
 def follow(tracking_ids: tuple[str, ...]) -> None:
-    """Let the rest of this task be what follows from the message with these tracking ids."""
-    _tracking_ids.set(kept(tracking_ids))
+    """Let the rest of this task be what follows from the message with these tracking ids.
+
+    Another program may have written them. One that `emit` would not take is left out: it would make every message that
+    follows one that no broker, or no next service, takes.
+    """
+    tracking_ids = kept(tracking_ids)
+    for id in tracking_ids:
+        if not id.isascii() or not id.isprintable() or not 0 < len(id) <= LONGEST_KEY:
+            tracking_ids = tuple(filter(_travels, tracking_ids))
+            break
+    _tracking_ids.set(tracking_ids)
 
 
 def next_tracking_ids() -> tuple[str, ...]:
@@ -45,6 +56,15 @@ def kept(tracking_ids: tuple[str, ...]) -> tuple[str, ...]:
     if len(tracking_ids) <= MOST_IDS:
         return tracking_ids
     return (tracking_ids[0], *tracking_ids[1 - MOST_IDS :])
+
+
+def _travels(id: str) -> bool:
+    """Whether an id is what `check_message_ids` takes."""
+    try:
+        size = len(id.encode())
+    except UnicodeEncodeError:
+        return False
+    return 0 < size <= LONGEST_KEY and not any(character < " " or character == "\x7f" for character in id)
 
 
 def new_id() -> str:

@@ -83,7 +83,7 @@ def sign(secrets: Secrets, id: str, timestamp: int, body: bytes) -> dict[str, st
 
 
 @dataclass(frozen=True, slots=True)
-class Claimed:
+class ClaimedSignature:
     """What a request says of its signature."""
 
     id: str
@@ -99,7 +99,7 @@ class Verified:
     marks: tuple[str, ...]
 
 
-def claimed(headers: Mapping[str, str], now: float, tolerance: timedelta = TOLERANCE) -> Claimed:
+def claimed(headers: Mapping[str, str], now: float, tolerance: timedelta = TOLERANCE) -> ClaimedSignature:
     """What can be checked before the body is there; raises SignatureInvalid.
 
     The names of the headers are in lower case, and `now` is in seconds since 1970.
@@ -111,10 +111,10 @@ def claimed(headers: Mapping[str, str], now: float, tolerance: timedelta = TOLER
         raise SignatureInvalid(f"{TIMESTAMP} is no number: send the seconds since 1970")
     if abs(now - int(timestamp)) > tolerance.total_seconds():
         raise SignatureInvalid(f"{TIMESTAMP} is not within {tolerance} of the time here: sign each attempt anew")
-    return Claimed(id, timestamp, [each.encode() for each in signatures.split(" ")])
+    return ClaimedSignature(id, timestamp, [each.encode() for each in signatures.split(" ")])
 
 
-def verified(secrets: Secrets, claim: Claimed, body: bytes) -> Verified:
+def verified(secrets: Secrets, claim: ClaimedSignature, body: bytes) -> Verified:
     """What one of the secrets signed exactly so; raises SignatureInvalid."""
     marks = secrets.marks(claim.id, _content(claim.id, claim.timestamp, body), claim.signatures)
     if not marks:

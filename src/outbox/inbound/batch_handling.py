@@ -18,11 +18,11 @@ from outbox.inbound.batch_arguments import BatchArguments
 from outbox.inbound.batch_inbox import Apart
 from outbox.inbound.batches import Batch, Part, Together
 from outbox.inbound.handling import Handling
-from outbox.inbound.own_end import TransactionEnded
 from outbox.inbound.threads import ThreadTimeout
+from outbox.inbound.transaction_guard import TransactionEnded
 
 # These say nothing about any message.
-_OF_NO_MESSAGE = (inbox.Handled, inbox.NotStarted, inbox.CommitUnknown)
+_OF_NO_MESSAGE = (inbox.AlreadyHandled, inbox.NotStarted, inbox.CommitUnknown)
 
 
 class BatchHandling(Handling):
@@ -116,7 +116,7 @@ class BatchHandling(Handling):
         self, delivery: Delivery, outcome: Outcome, error: BaseException | None = None, began: float | None = None
     ) -> None:
         seconds = 0.0 if began is None else time.monotonic() - began
-        delivery.settle(outcome).then(partial(self._landed, delivery.attempt, outcome, error, seconds))
+        delivery.settle(outcome).then(partial(self._landed, delivery, outcome, error, seconds))
 
 
 def _may_be_one_messages(error: BaseException) -> bool:
@@ -131,7 +131,7 @@ def _may_be_one_messages(error: BaseException) -> bool:
 
 
 def _told(error: BaseException) -> BaseException | None:
-    return None if isinstance(error, inbox.Handled) else error
+    return None if isinstance(error, inbox.AlreadyHandled) else error
 
 
 def _without_copies(parts: Sequence[Part]) -> tuple[list[Part], list[Part]]:

@@ -10,7 +10,7 @@ from sqlalchemy import Connection
 from outbox.core.errors import LeaseLost
 from outbox.core.transport import Delivery
 from outbox.inbound.batches import Part, Together
-from outbox.inbound.inbox import Handled, Inbox
+from outbox.inbound.inbox import AlreadyHandled, Inbox
 
 
 class Apart(Exception):
@@ -36,7 +36,7 @@ class BatchInbox(Inbox):
             yield
             failed = [id for position, id in enumerate(delivery.message_ids) if position in delivery.failures]
             if failed:
-                self._store.forget(connection, self._queue, failed)
+                self._store.inbox.forget(connection, self._queue, failed)
 
     def _refuse(self, parts: Sequence[Part]) -> None:
         """Take out those that cannot be entered."""
@@ -49,14 +49,14 @@ class BatchInbox(Inbox):
         """Enter all of them; those that were handled before are not for the listener."""
         with self._entering(queue):
             ids = together.message_ids
-            new = self._store.remember_all(connection, self._queue, ids, also=self._also)
+            new = self._store.inbox.remember_all(connection, self._queue, ids, also=self._also)
         if not new:
-            raise Handled
+            raise AlreadyHandled
         together.parts = [part for part in together.parts if part.delivery.attempt.message.id in new]
 
     def _complete(self, connection: Connection, queue: str, together: Together) -> None:
         ending = [lease for position, lease in enumerate(together.leases) if position not in together.failures]
-        lost = {lease.id for lease in ending} - (self._store.complete(connection, ending) if ending else set())
+        lost = {lease.id for lease in ending} - (self._store.queues.complete(connection, ending) if ending else set())
         if lost:
             parts = [part for part in together.parts if part.delivery.attempt.id in lost]
             error = LeaseLost(f"{queue}: {len(lost)} leases ran out before their work committed")

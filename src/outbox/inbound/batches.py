@@ -2,78 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from outbox.core.attempt import Attempt, Outcome, Released
+from outbox.core.attempt import Outcome, Released
 from outbox.core.body import Decoder
-from outbox.core.landing import Landing
+from outbox.core.settlement import Settlement
 from outbox.core.store import Lease
-from outbox.core.transport import AtHand, Delivery, Isolable, UnderLease
+from outbox.core.transport import Consumer, Delivery
 
 
-class Batch:
+class Batch(Delivery):
     """Deliveries that a listener gets as a list. To whoever holds them they are like one."""
 
     def __init__(self, deliveries: Sequence[Delivery]) -> None:
         self.deliveries = deliveries
-
-    @property
-    def attempt(self) -> Attempt:
-        """The first one's: it stands for all when somebody asks what is at work."""
-        return self.deliveries[0].attempt
+        self.attempt = deliveries[0].attempt  # it stands for all
 
     @property
     def raw(self) -> object:
         return [delivery.raw for delivery in self.deliveries]
 
-    def completion(self) -> None:
-        return None
-
     async def start(self) -> Batch | None:
         """One that is isolated comes alone."""
         [delivery] = self.deliveries
-        started = await delivery.start() if isinstance(delivery, Isolable) else delivery
+        started = await delivery.start()
         return None if started is None else Batch([started])
 
     async def settled(self) -> None:
         for delivery in self.deliveries:
-            if isinstance(delivery, Isolable):
-                await delivery.settled()
+            await delivery.settled()
 
-    def settle(self, outcome: Outcome) -> Landing:
+    def settle(self, outcome: Outcome) -> Settlement:
         """The same end for all that have none yet."""
         return [delivery.settle(outcome) for delivery in self.deliveries][-1]
 
 
-class Batches:
+class Batches(Consumer):
     """What a transport delivers, in lists. Nobody waits for a list to fill.
 
     What failed before comes alone, and so does what may have killed its worker: it would take others with it.
     """
 
-    def __init__(self, deliveries: AsyncIterator[Delivery] | AtHand, most: int) -> None:
+    def __init__(self, deliveries: Consumer, most: int) -> None:
         self._deliveries = deliveries
         self._most = most
-        self._take: Callable[[], Delivery | None] = deliveries.take if isinstance(deliveries, AtHand) else _nothing
         self._kept: Delivery | None = None  # to come alone, after those that were taken before it
 
-    def __aiter__(self) -> Batches:
-        return self
-
     async def __anext__(self) -> Batch:
-        return self.take() or self._with_others(await anext(self._deliveries))  # type: ignore[arg-type]
+        return self.take() or self._with_others(await anext(self._deliveries))
 
     def take(self) -> Batch | None:
         """What is there, if anything is."""
         first, self._kept = self._kept, None
         if first is None:
-            first = self._take()
+            first = self._deliveries.take()
         return None if first is None else self._with_others(first)
 
     def _with_others(self, first: Delivery) -> Batch:
         batch = [first]
-        while not _comes_alone(first) and len(batch) < self._most and (delivery := self._take()) is not None:
+        while not _comes_alone(first) and len(batch) < self._most and (delivery := self._deliveries.take()) is not None:
             if _comes_alone(delivery):
                 self._kept = delivery
                 break
@@ -84,9 +72,7 @@ class Batches:
         """Give back what nobody took."""
         if self._kept is not None:
             self._kept.settle(Released())
-        close = getattr(self._deliveries, "aclose", None)
-        if close is not None:
-            await close()
+        await self._deliveries.aclose()
 
 
 class Part:
@@ -120,12 +106,12 @@ class Together(Batch):
     @property
     def is_under_leases(self) -> bool:
         """Whether it is the database that delivers them."""
-        return isinstance(self.deliveries[0], UnderLease)
+        return self.deliveries[0].lease is not None
 
     @property
     def leases(self) -> list[Lease]:
         """What the database holds them by."""
-        return [part.delivery.lease for part in self.parts if isinstance(part.delivery, UnderLease)]
+        return [lease for part in self.parts if (lease := part.delivery.lease) is not None]
 
     def report(self, returned: object) -> None:
         """Take what the listener returned: nothing, or the errors of single messages by their positions."""
@@ -148,7 +134,3 @@ _EXPECTED = "nothing, or a dict of positions in its list with the exception of e
 def _comes_alone(delivery: Delivery) -> bool:
     attempt = delivery.attempt
     return attempt.attempt_count > 1 or attempt.crash_count > 0 or attempt.isolated
-
-
-def _nothing() -> None:
-    return None

@@ -10,19 +10,19 @@ from datetime import timedelta
 from functools import partial
 
 from outbox.core.attempt import Attempt, Dead, Done, Outcome, Reason, Released, RetryIn
-from outbox.core.cancellation import ABANDONED
+from outbox.core.cancellation import ABANDONED, was_abandoned
 from outbox.core.dead_letter import clean
-from outbox.core.errors import LeaseLost, Reject, Undecodable
-from outbox.core.events import Handled, LeaseWasLost, Observer
-from outbox.core.landing import Landing
+from outbox.core.errors import LeaseLost, Reject, Undecodable, described
+from outbox.core.events import Handled, LeaseWasLost, Observer, Unsettled
 from outbox.core.listener import Listener
 from outbox.core.outage import DATABASE, Outage
 from outbox.core.retry import RetryPolicy
+from outbox.core.settlement import Settlement
 from outbox.core.tracking import follow
 from outbox.core.transport import Delivery
 from outbox.inbound import inbox
-from outbox.inbound.calling import Call
-from outbox.inbound.failing import Failing
+from outbox.inbound.invocation import Invocation
+from outbox.inbound.on_error import OnErrorInvocation
 from outbox.inbound.threads import ThreadTimeout
 
 Redaction = Callable[[str], str]
@@ -38,19 +38,19 @@ class Handling:
     def __init__(
         self,
         listener: Listener,
-        call: Call,
+        call: Invocation,
         *,
         retry_policy: RetryPolicy,
         redact_error: Redaction,
         observe: Observer,
-        failing: Failing | None = None,  # for those with an `on_error`
+        on_error: OnErrorInvocation | None = None,  # if the listener has one
     ) -> None:
         self._listener = listener
         self._call = call
         self._retry_policy = retry_policy
         self._redact_error = redact_error
         self._observe = observe
-        self._failing = failing
+        self._on_error = on_error
         self._sessions = Outage(f"session for {listener.queue}", DATABASE, observe)
 
     async def check(self) -> None:
@@ -79,9 +79,9 @@ class Handling:
             except KeyboardInterrupt:
                 raise
             except BaseException as raised:  # noqa: BLE001 - a listener may raise anything
-                error = None if isinstance(raised, inbox.Handled) else raised
+                error = None if isinstance(raised, inbox.AlreadyHandled) else raised
                 outcome = await self._outcome_of(raised, delivery)
-        landed = partial(self._landed, attempt, outcome, error, time.monotonic() - began)
+        landed = partial(self._landed, delivery, outcome, error, time.monotonic() - began)
         delivery.settle(outcome).then(landed)
         if isinstance(error, ThreadTimeout):
             await error.end()  # the slot is free when the thread is
@@ -96,14 +96,16 @@ class Handling:
         match outcome:
             case Dead(reason=Reason.EXPIRED | Reason.UNDECODABLE):
                 return outcome  # no attempt: its listener was not called
-            case RetryIn() | Dead() if self._failing is not None:
-                return await self._failing.outcome(error, delivery, outcome)
+            case Dead() if was_abandoned(error):
+                return outcome  # the worker ends, and waits for no `on_error`
+            case RetryIn() | Dead() if self._on_error is not None:
+                return await self._on_error.outcome(error, delivery, outcome)
             case _:
                 return outcome
 
     async def _usual_outcome_of(self, error: BaseException, delivery: Delivery) -> Outcome:
         match error:
-            case inbox.Handled():
+            case inbox.AlreadyHandled():
                 return _DONE
             case inbox.NotStarted() | inbox.CommitUnknown():
                 return await self._nobodys_attempt(error)
@@ -137,13 +139,15 @@ class Handling:
         return Dead(Reason.EXHAUSTED, text) if delay is None else RetryIn(delay, text)
 
     def _landed(
-        self, attempt: Attempt, outcome: Outcome, error: BaseException | None, seconds: float, landing: Landing
+        self, delivery: Delivery, outcome: Outcome, error: BaseException | None, seconds: float, landing: Settlement
     ) -> None:
-        queue = self._listener.queue
+        queue, attempt = self._listener.queue, delivery.attempt
         if landing.cancelled():
             return  # the transport is gone, and with it the hold on the message
         if landing.result() and not isinstance(error, LeaseLost):
             self._observe(Handled(queue, attempt, outcome, timedelta(seconds=seconds), error))
+        elif delivery.lease is None and not landing.result():
+            self._observe(Unsettled(queue, attempt, outcome))
         else:
             starts = attempt.attempt_count + attempt.crash_count
             self._observe(LeaseWasLost(_phase(outcome), attempt.id, queue, starts))
@@ -151,7 +155,7 @@ class Handling:
     def _text(self, error: BaseException) -> str:
         """What is stored of an error: its words first, then where it came from."""
         try:
-            words = f"{type(error).__name__}: {error}"
+            words = described(error)
             frames = "".join(traceback.format_tb(error.__traceback__)[-8:])
             text = f"{words}\n\n{frames}" if frames and not isinstance(error, Undecodable) else words
             return clean(self._redact_error(clean(text)))

@@ -18,7 +18,7 @@ from outbox.core.transport import Delivery
 LEASE_LOST_PAUSE = timedelta(seconds=5)  # if the lease holds after all, something hides the row from its listener
 
 
-class Handled(Exception):
+class AlreadyHandled(Exception):
     """The message was already handled: nothing is to be done."""
 
 
@@ -95,15 +95,15 @@ class Inbox:
             refusal = self.refusal(delivery.attempt.message)
             if refusal is not None:
                 raise refusal
-            entry = self._store.remember(self._queue, delivery.attempt.message.id, also=self._also)
+            entry = self._store.inbox.remember(self._queue, delivery.attempt.message.id, also=self._also)
             with self._entering(queue):
-                is_new = self._store.write(connection, *entry)
+                is_new = self._store.writing.write(connection, *entry)
             if not is_new:
-                raise Handled
+                raise AlreadyHandled
             yield
         else:
             yield
-            if self._store.write(connection, *completion) != 1:
+            if self._store.writing.write(connection, *completion) != 1:
                 raise LeaseLost(
                     f"{queue}: the lease on {delivery.attempt.message.id} ran out before its work committed"
                 )
@@ -114,6 +114,6 @@ class Inbox:
         try:
             yield
         except Exception as error:
-            if self._store.is_conflict(error):
+            if self._store.transactions.is_conflict(error):
                 raise  # a copy was handled since this transaction's snapshot: the next run sees it
             raise NotStarted(f"no inbox for {queue}") from error

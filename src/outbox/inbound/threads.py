@@ -11,6 +11,8 @@ from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any, ParamSpec, TypeVar
 
+from outbox.inbound.transaction_guard import ENDED_ON_DRIVER, TransactionEnded, TransactionGuard
+
 P = ParamSpec("P")
 Result = TypeVar("Result")
 
@@ -28,16 +30,29 @@ class ThreadTimeout(TimeoutError):
         await asyncio.wait([self._thread])
 
 
+class ThreadTransactionEnded(ThreadTimeout, TransactionEnded):
+    """The same, and it had ended its transaction before: a retry would repeat what it has committed."""
+
+    def __init__(self, limit: timedelta | None, thread: asyncio.Future[None]) -> None:
+        super().__init__(limit, thread)
+        self.args = (f"no end within {limit}, and {ENDED_ON_DRIVER}",)
+
+
 class Fence:
     """Between a thread's work and its commit: whoever comes first, the thread or the end of its time, has it."""
 
     def __init__(self, started: Callable[[], object]) -> None:
         self.started = started  # the thread says that its clock may start
+        self.guard: TransactionGuard | None = None  # of the thread's transaction, if it has one
         self._first = threading.Lock()
 
     def close(self) -> bool:
         """The thread's time is over; says whether it was kept from committing."""
         return self._first.acquire(blocking=False)
+
+    def is_ended(self) -> bool:
+        """Once it is closed: whether the listener has ended its transaction by itself."""
+        return self.guard is not None and self.guard.is_ended_when_late()
 
     def pass_through(self) -> None:
         """The thread is about to commit."""
@@ -59,11 +74,12 @@ async def run_in_thread(executor: Executor, work: Callable[[Fence], None], limit
             beginning[1].cancel()
         done, _ = await asyncio.wait([thread], timeout=None if limit is None else limit.total_seconds())
         if not done and fence.close():
-            raise ThreadTimeout(limit, thread)
+            raise (ThreadTransactionEnded if fence.is_ended() else ThreadTimeout)(limit, thread)
         await asyncio.wait([thread])  # it commits: nobody knows better than the thread how that ends
-    except asyncio.CancelledError:
-        fence.close()
+    except asyncio.CancelledError as cancelled:
         thread.add_done_callback(_seen)
+        if fence.close() and fence.is_ended():
+            raise TransactionEnded(ENDED_ON_DRIVER) from cancelled
         raise
     thread.result()
 

@@ -1,25 +1,31 @@
-"""Transactions: work in a session, within its time, ended by the worker and by nobody else."""
+"""Transactions: a listener's work in a session, ended by the worker alone, and run again if the database undid it."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AbstractContextManager
+import random
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from datetime import timedelta
+from typing import Any, Self
 
 from sqlalchemy import Connection, StaticPool
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
+from sqlalchemy.util import await_only
 
 from outbox.core.errors import ConfigurationError
+from outbox.core.events import Conflicted, Observer
 from outbox.core.one_connection import tied
-from outbox.core.store import Store
+from outbox.core.outage import DATABASE, Outage
+from outbox.core.store import QueueClaim, Store
 from outbox.core.transaction_state import TransactionState
-from outbox.inbound.inbox import NotStarted, committing
-from outbox.inbound.losing import noticing_loss
-from outbox.inbound.own_end import OwnEnd
+from outbox.core.transport import Delivery
+from outbox.inbound.batches import Batch
+from outbox.inbound.inbox import CommitUnknown, NotStarted, committing
 from outbox.inbound.threads import Fence
+from outbox.inbound.transaction_guard import ConnectionGone, TransactionEnded, TransactionGuard
 
 AUTOCOMMIT = (
     "{queue}: its session's connection is in AUTOCOMMIT, so what a listener writes is kept even if it fails. Remove "
@@ -27,66 +33,76 @@ AUTOCOMMIT = (
     "its connect_args"
 )
 
+RUNS = 10  # of one transaction that collides, within one attempt; then it has failed like any other
+LOSSES = 5  # the same for lost connections: fewer, because it may be the listener that costs them, or their server
+FIRST_RERUN_PAUSE, LONGEST_RERUN_PAUSE = (
+    0.01,
+    0.5,
+)  # seconds before the next run, doubling, less a random part of up to half
+
 Around = Callable[[Connection], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class TransactionOptions:
     """What a transaction is for, and how it is begun."""
 
     queue: str
     store: Store
     seconds: float | None
-    options: Mapping[str, Any] | None = None  # of its connection
+    of_connection: Mapping[str, Any] | None = None  # execution options
 
 
 async def transact(
-    session: AsyncSession, around: Around, body: Callable[[AsyncSession], Awaitable[None]], terms: Terms
+    session: AsyncSession, around: Around, body: Callable[[AsyncSession], Awaitable[None]], options: TransactionOptions
 ) -> None:
     """Run the body inside `around`, which speaks to the plain connection; returning means committed."""
-    own_end = OwnEnd(session.sync_session, terms.store)
+    guard = TransactionGuard(session.sync_session, options.store)
     has_begun = is_closed = False
     try:
         try:
             async with asyncio.timeout(None) as limit:
-                connection, entered = await session.run_sync(_begin, own_end, around, terms, limit)
+                connection, entered = await session.run_sync(_begin, guard, around, options, limit)
                 has_begun = True
-                with noticing_loss(connection, lambda: limit.expired() or own_end.is_its_own_doing):
+                with noticing_loss(connection, lambda: limit.expired() or guard.is_its_own_doing):
                     await body(session)
-                    await session.run_sync(_end, own_end, entered, limit)
+                    await session.run_sync(_end, guard, entered, limit)
                 is_closed = True
-        except Exception:
-            await session.run_sync(lambda _: own_end.check_ended())
+        except (Exception, asyncio.CancelledError):
+            await asyncio.shield(session.run_sync(lambda _: guard.check_ended()))
             raise
-    except (asyncio.CancelledError, TimeoutError) as error:
-        await asyncio.shield(session.run_sync(_cut, own_end))
+    except (asyncio.CancelledError, TimeoutError, TransactionEnded) as error:
+        await asyncio.shield(session.run_sync(_cut, guard))
         if isinstance(error, TimeoutError) and not has_begun:  # its time was over before it was called
-            raise NotStarted(f"no inbox for {terms.queue}") from error
+            raise NotStarted(f"no inbox for {options.queue}") from error
         raise
     finally:
-        own_end.end()
+        guard.end()
         if not is_closed:
-            await asyncio.shield(session.run_sync(_close, own_end))
+            await asyncio.shield(session.run_sync(_close, guard))
 
 
 # Each of these two is many calls to the database in one change over to plain code, which costs as much as one of them.
 
 
 def _begin(
-    session: Session, own_end: OwnEnd, around: Around, terms: Terms, limit: asyncio.Timeout
+    session: Session, guard: TransactionGuard, around: Around, options: TransactionOptions, limit: asyncio.Timeout
 ) -> tuple[Connection, AbstractContextManager[None]]:
-    connection = _connected(session, terms)
-    own_end.begun(connection)
-    if terms.seconds is not None:  # the clock starts when there is a connection: no listener can help waiting for one
-        limit.reschedule(asyncio.get_running_loop().time() + terms.seconds)
+    connection = _connected(session, options)
+    guard.begun(connection)
+    if options.seconds is not None:  # the clock starts when there is a connection: no listener can help waiting for one
+        limit.reschedule(asyncio.get_running_loop().time() + options.seconds)
     entering = around(connection)
     entering.__enter__()
     return connection, entering
 
 
-def _end(session: Session, own_end: OwnEnd, entered: AbstractContextManager[None], limit: asyncio.Timeout) -> None:
-    _flush(session, own_end)
+def _end(
+    session: Session, guard: TransactionGuard, entered: AbstractContextManager[None], limit: asyncio.Timeout
+) -> None:
+    _flush(session, guard)
     entered.__exit__(None, None, None)
+    guard.check_gone()
     if limit.expired():
         raise TimeoutError("its time was over, and it did not heed its cancellation")
     limit.reschedule(None)  # a COMMIT that is cut may have happened
@@ -95,91 +111,263 @@ def _end(session: Session, own_end: OwnEnd, entered: AbstractContextManager[None
     session.close()
 
 
-def _flush(session: Session, own_end: OwnEnd) -> None:
+def _flush(session: Session, guard: TransactionGuard) -> None:
     """What the listener left to write, if all that it has written can be committed."""
-    own_end.allow()
+    guard.allow()
     session.flush()
-    own_end.check_flush()
+    guard.check_flush()
 
 
 def transact_in_thread(
     session: Session,
     around: Around,
     body: Callable[[Session], None],
-    terms: Terms,
+    options: TransactionOptions,
     fence: Fence,
 ) -> None:
     """The same for a plain session; its clock, too, starts when there is a connection."""
-    own_end = OwnEnd(session, terms.store)
+    guard = fence.guard = TransactionGuard(session, options.store)
     try:
-        connection = _connected(session, terms)
-        own_end.begun(connection)
+        connection = _connected(session, options)
+        guard.begun(connection)
         fence.started()
-        with noticing_loss(connection, lambda: own_end.is_its_own_doing):
+        with noticing_loss(connection, lambda: guard.is_its_own_doing):
             with around(connection):
                 body(session)
-                _flush(session, own_end)
+                _flush(session, guard)
+            guard.check_gone()
             fence.pass_through()
             with committing():
                 session.commit()
-    except Exception:
-        own_end.check_ended()
+    except BaseException:
+        guard.check_ended()
         raise
     finally:
-        own_end.end()
-        own_end.forget()
-        _close(session, own_end)
+        guard.end()
+        guard.forget()
+        _close(session, guard)
 
 
-def _connected(session: Session, terms: Terms) -> Connection:
+def _connected(session: Session, options: TransactionOptions) -> Connection:
     try:
-        connection = tied(session, session.connection(execution_options=terms.options))
-        if terms.store.state_of(connection) is TransactionState.AUTOCOMMIT:
-            raise ConfigurationError(AUTOCOMMIT.format(queue=terms.queue))
+        connection = tied(session, session.connection(execution_options=options.of_connection))
+        if options.store.transactions.state_of(connection) is TransactionState.AUTOCOMMIT:
+            raise ConfigurationError(AUTOCOMMIT.format(queue=options.queue))
         return connection
     except Exception as error:
-        raise NotStarted(f"no connection for {terms.queue}") from error
+        raise NotStarted(f"no connection for {options.queue}") from error
 
 
-async def is_autocommit(session: AsyncSession, terms: Terms) -> bool:
+async def is_autocommit(session: AsyncSession, options: TransactionOptions) -> bool:
     """Whether a listener's session would keep what it writes even if the listener fails."""
     try:
-        return await session.run_sync(_is_autocommit, terms)
+        return await session.run_sync(_is_autocommit, options)
     finally:
         await asyncio.shield(session.close())
 
 
-def is_autocommit_in_thread(session: Session, terms: Terms) -> bool:
+def is_autocommit_in_thread(session: Session, options: TransactionOptions) -> bool:
     """The same for a plain session."""
     with session:
-        return _is_autocommit(session, terms)
+        return _is_autocommit(session, options)
 
 
-def _is_autocommit(session: Session, terms: Terms) -> bool:
-    return terms.store.state_of(session.connection(execution_options=terms.options)) is TransactionState.AUTOCOMMIT
+def _is_autocommit(session: Session, options: TransactionOptions) -> bool:
+    return (
+        options.store.transactions.state_of(session.connection(execution_options=options.of_connection))
+        is TransactionState.AUTOCOMMIT
+    )
 
 
-def _close(session: Session, own_end: OwnEnd) -> None:
+def _close(session: Session, guard: TransactionGuard) -> None:
     """Roll back, and give the connection back, even if a refusal has left SQLAlchemy with the belief that it has."""
-    connection = own_end.connection
-    if own_end.refused is not None and connection is not None and not connection.closed and not connection.invalidated:
+    connection = guard.connection
+    if guard.is_gone:
+        session.invalidate()  # a rollback would fail, and hide what was raised
+    if guard.refused is not None and connection is not None and not connection.closed and not connection.invalidated:
         connection.connection.rollback()
     session.close()
-    if connection is not None and not own_end.is_joined:
+    if connection is not None and not guard.is_joined:
         connection.close()
 
 
-def _cut(session: Session, own_end: OwnEnd) -> None:
+def _cut(session: Session, guard: TransactionGuard) -> None:
     """It may have been cut in the middle of a statement: such a connection is closed, not given back.
 
     Unless it is the only one there is: a database in memory would end with it.
     """
-    own_end.end()
-    if own_end.connection is None:
+    guard.end()
+    if guard.connection is None:
         return
-    if isinstance(own_end.connection.engine.pool, StaticPool):
+    if isinstance(guard.connection.engine.pool, StaticPool):
         session.rollback()
     else:
         session.invalidate()
-        if not own_end.connection.closed:
-            own_end.connection.invalidate()
+        if not guard.connection.closed:
+            guard.connection.invalidate()
+
+
+# Leases are not renewed while a transaction is open that could not complete them then.
+
+
+class Leases:
+    """Makes them for the transactions of a worker."""
+
+    def __init__(self, store: Store, grace: timedelta) -> None:
+        self._store = store
+        self._grace = grace
+
+    def of(self, delivery: Delivery, limit: timedelta) -> Unrenewed:
+        """Those of a transaction that may take so long, and its end the grace beside that."""
+        return Unrenewed(self._store, delivery, limit + self._grace)
+
+
+class Unrenewed:
+    """The leases on the deliveries of one transaction.
+
+    A transaction that keeps the snapshot of its first statement cannot delete a row that was written since. So the
+    leases are renewed once, right before that statement, for as long as the transaction may take.
+    """
+
+    def __init__(self, store: Store, delivery: Delivery, lease: timedelta) -> None:
+        self._store = store
+        self._deliveries: Sequence[Delivery] = delivery.deliveries if isinstance(delivery, Batch) else (delivery,)
+        self._lease = lease
+        self._loop = asyncio.get_running_loop()
+        self._claims: dict[QueueClaim, list[int]] = {}
+
+    def begin(self, connection: Connection) -> None:
+        """Called on the connection of the transaction, before anything is sent on it, in whatever thread."""
+        if _claim_of(self._deliveries[0]) is None:
+            return
+        try:
+            if self._store.transactions.keeps_snapshot(connection):
+                self._wait_for(self._renew())
+        except Exception as error:
+            raise NotStarted("the lease could not be renewed") from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """The transaction is over: they are renewed with all others again. Called by the event loop."""
+        for claim, ids in self._claims.items():
+            claim.renew_again(ids)
+
+    async def _renew(self) -> None:
+        for delivery in self._deliveries:
+            claim = _claim_of(delivery)
+            if claim is not None:
+                self._claims.setdefault(claim, []).append(delivery.attempt.id)
+        for claim, ids in self._claims.items():
+            await claim.renew_once(ids, self._lease)
+
+    def _wait_for(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:  # a plain function's thread
+            asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        else:
+            await_only(work)
+
+
+def _claim_of(delivery: Delivery) -> QueueClaim | None:
+    """The claim that renews its lease, if it is out of one."""
+    return getattr(delivery, "claim", None)
+
+
+# What the database did to a transaction is no failure of its listener: it runs again, up to a limit.
+
+
+class ConnectionLost(Exception):
+    """The connection was lost before COMMIT was sent: nothing of the transaction is kept, and it can run again."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__("the connection was lost before COMMIT")
+        self.error = error  # how it was noticed
+
+
+@contextmanager
+def noticing_loss(connection: Connection, is_over: Callable[[], bool] = lambda: False) -> Iterator[None]:
+    """Around what happens on a connection between BEGIN and the answer to COMMIT.
+
+    It is the connection that counts, not the error: a listener may wrap an error or catch it, and one that comes from
+    its own call of something else is its own failure. `is_over` says whether its time was over, and it was cut off.
+    """
+    try:
+        yield
+    except (NotStarted, CommitUnknown):
+        raise  # known already
+    except Exception as error:
+        if is_over() or _was_cut(error) or not _is_lost(connection, error):
+            raise
+        raise ConnectionLost(error) from error
+
+
+def _is_lost(connection: Connection, error: Exception) -> bool:
+    if isinstance(error, ConnectionGone):
+        return True
+    if connection.invalidated or connection.closed:
+        return connection.invalidated
+    # Errors of the socket are not the driver's own: SQLAlchemy hands them on and leaves the connection as it is.
+    return connection.dialect.is_disconnect(error, connection.connection, None)  # type: ignore[arg-type]
+
+
+def _was_cut(error: BaseException | None) -> bool:
+    """Whether it began with a cancellation: that of a statement costs its connection, and is the listener's doing."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, asyncio.CancelledError):
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return False
+
+
+class Reruns:
+    """Says how often a listener's transaction runs until no other is in its way and its connection lasts."""
+
+    def __init__(self, store: Store, queue: str, observe: Observer) -> None:
+        self.store = store
+        self.queue = queue
+        self.observe = observe
+        self.outage = Outage(f"session for {queue}", DATABASE, observe)
+
+    def of(self, delivery: Delivery) -> Rerun:
+        """The runs of one delivery, from its first failure on."""
+        return Rerun(self, delivery)
+
+
+class Rerun:
+    """The runs of one delivery's transaction that failed so far."""
+
+    def __init__(self, reruns: Reruns, delivery: Delivery) -> None:
+        self._reruns = reruns
+        self._delivery = delivery
+        self._conflicts = 0
+        self._losses = 0
+
+    async def wait(self, error: Exception) -> bool:
+        """Wait before the next run; False if there is none: after any other failure, and after too many of these."""
+        reruns = self._reruns
+        if isinstance(error, ConnectionLost):
+            self._losses += 1
+            if self._losses == LOSSES:
+                raise error.error from error.error.__cause__
+            pause = _rerun_pause(self._losses)
+            reruns.outage.struck(error.error, pause)
+        else:
+            if isinstance(error, NotStarted) or not reruns.store.transactions.is_conflict(error):
+                return False
+            self._conflicts += 1
+            if self._conflicts == RUNS:
+                return False
+            pause = _rerun_pause(self._conflicts)
+            reruns.observe(Conflicted(reruns.queue, self._delivery.attempt, self._conflicts, error, pause))
+        await asyncio.sleep(pause.total_seconds())
+        return True
+
+
+def _rerun_pause(count: int) -> timedelta:
+    longest = min(LONGEST_RERUN_PAUSE, FIRST_RERUN_PAUSE * 2 ** (count - 1))
+    return timedelta(seconds=longest * random.uniform(0.5, 1))  # noqa: S311 - it only spreads them

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -12,28 +12,28 @@ from functools import partial
 from typing import Any, Protocol
 
 from outbox.core.attempt import Released
+from outbox.core.backoff import ErrorBackoff, RestartDelay
 from outbox.core.cancellation import ABANDONED
 from outbox.core.durations import NO_DELAY
 from outbox.core.errors import ClosedForGood
 from outbox.core.events import Observer, StillRunning, Troubled
 from outbox.core.listener import Listener
 from outbox.core.outage import DATABASE, Outage
-from outbox.core.pace import RestartDelay, Trouble
-from outbox.core.transport import Delivery, Isolable
+from outbox.core.transport import Consumer, Delivery
 from outbox.inbound.batches import Batches
+from outbox.inbound.concurrency import Slots, Start, slots_for
 from outbox.inbound.exclusive import Exclusive
-from outbox.inbound.slots import Slots, Start, slots_for
 
-SHORTEST_TROUBLE, LONGEST_TROUBLE = 0.2, 10.0  # seconds of pause after an error, doubling
+SHORTEST_ERROR_BACKOFF, LONGEST_ERROR_BACKOFF = 0.2, 10.0  # seconds of pause after an error, doubling
 WRITTEN_WITHIN = 5.0  # seconds in which the outcome of an isolated run is written before others go on
-LAST_WORDS = 2.0  # seconds that an abandoned listener has to clean up after itself
+CANCELLED_ENDS_WITHIN = 2.0  # seconds that an abandoned listener has to clean up after itself
 LONG_RUN = 15 * 60.0  # seconds after which a listener that still runs is worth a warning
 
 
-class Source(Protocol):
+class DeliverySource(Protocol):
     """Where deliveries come from."""
 
-    def consume(self, listener: Listener, prefetch: int) -> AsyncIterator[Delivery]: ...
+    def consume(self, listener: Listener, prefetch: int) -> Consumer: ...
 
 
 Handle = Callable[[Delivery, Exception | None], Awaitable[None]]
@@ -62,7 +62,7 @@ class Worker:
 
     def __init__(
         self,
-        source: Source,
+        source: DeliverySource,
         handlings: Mapping[Listener, Handler],
         *,
         prefetch: int,
@@ -105,36 +105,37 @@ class Worker:
 
     async def _serve(self, listener: Listener) -> None:
         """Take deliveries for one listener; after an error, take them anew."""
-        trouble = Trouble(LONGEST_TROUBLE, SHORTEST_TROUBLE, self._restart_delay)
+        backoff = ErrorBackoff(LONGEST_ERROR_BACKOFF, SHORTEST_ERROR_BACKOFF, self._restart_delay)
         outage = Outage(f"worker of {listener.queue}", DATABASE, self._observe)
         slots = slots_for(listener, self._starting(listener))
         while True:
             try:
-                await self._take(listener, slots, trouble, outage)
+                await self._take(listener, slots, backoff, outage)
             except ClosedForGood:
                 raise
             except Exception as error:  # noqa: BLE001 - a worker outlives whatever its transport throws
-                pause = trouble.pause(error)
+                pause = backoff.pause(error)
                 outage.struck(error, timedelta(seconds=pause))
                 await asyncio.sleep(pause)
 
-    async def _take(self, listener: Listener, slots: Slots, trouble: Trouble, outage: Outage) -> None:
+    async def _take(self, listener: Listener, slots: Slots, backoff: ErrorBackoff, outage: Outage) -> None:
         deliveries = self._source.consume(listener, self._prefetch)
         if listener.batch is not None:
             deliveries = Batches(deliveries, listener.batch)
         try:
+            if not slots.free:
+                await slots.one_free()
+            delivery = await anext(deliveries)
+            backoff.reset()
+            outage.over()
             while True:
+                slots.take(delivery)
                 if not slots.free:
                     await slots.one_free()
                 delivery = await anext(deliveries)
-                trouble.reset()
-                outage.over()
-                slots.take(delivery)
         finally:
             slots.give_back()
-            close = getattr(deliveries, "aclose", None)
-            if close is not None:
-                await close()
+            await deliveries.aclose()
 
     def _starting(self, listener: Listener) -> Start:
         queue, handle = listener.queue, self._handlings[listener].handle
@@ -142,20 +143,20 @@ class Worker:
 
         def start(slots: Slots, delivery: Delivery, refusal: Exception | None) -> None:
             run = _Run(queue, delivery, slots, time.monotonic())
-            if delivery.attempt.isolated and isinstance(delivery, Isolable):
+            if delivery.attempt.isolated:
                 running = self._run_alone(run, handle, delivery, refusal)
             elif self._exclusive.is_kept:
                 self._exclusive.wait(partial(start, slots, delivery, refusal), partial(_give_back, slots, delivery))
                 return
             else:
                 self._exclusive.begin()
-                running = self._run(run, handle(delivery, refusal))
+                running = self._run_beside(run, handle(delivery, refusal))
             self._running.add(run)
             run.task = create_task(running)
 
         return start
 
-    async def _run(self, run: _Run, handling: Awaitable[None]) -> None:
+    async def _run_beside(self, run: _Run, handling: Awaitable[None]) -> None:
         """A task of its own for each delivery: what a listener leaves in its context is gone with it."""
         try:
             await handling
@@ -167,7 +168,7 @@ class Worker:
             self._running.discard(run)
             run.slots.release(run.delivery)
 
-    async def _run_alone(self, run: _Run, handle: Handle, delivery: Isolable, refusal: Exception | None) -> None:
+    async def _run_alone(self, run: _Run, handle: Handle, delivery: Delivery, refusal: Exception | None) -> None:
         """The run that could end as `crashed` has the process to itself, until its outcome is written."""
         started: Delivery | None = None
         pause: timedelta | None = None
@@ -208,7 +209,9 @@ class Worker:
             for task in left:
                 task.cancel(ABANDONED)
             if left:
-                await asyncio.wait(left, timeout=LAST_WORDS)  # one that does not heed its cancellation is left behind
+                await asyncio.wait(
+                    left, timeout=CANCELLED_ENDS_WITHIN
+                )  # one that does not heed its cancellation is left behind
         return len(left)
 
     def _tasks(self) -> list[asyncio.Task[None]]:
@@ -222,10 +225,9 @@ def _give_back(slots: Slots, delivery: Delivery) -> None:
 
 async def _written(delivery: Delivery) -> None:
     """Wait until the outcome is written: a crash of another message before that would count against this one."""
-    if isinstance(delivery, Isolable):
-        with suppress(TimeoutError):
-            async with asyncio.timeout(WRITTEN_WITHIN):
-                await delivery.settled()
+    with suppress(TimeoutError):
+        async with asyncio.timeout(WRITTEN_WITHIN):
+            await delivery.settled()
 
 
 async def _end(tasks: Iterable[asyncio.Future[Any]]) -> None:
@@ -233,4 +235,4 @@ async def _end(tasks: Iterable[asyncio.Future[Any]]) -> None:
     waiting = list(tasks)
     for task in waiting:
         task.cancel()
-    await asyncio.wait(waiting, timeout=LAST_WORDS)
+    await asyncio.wait(waiting, timeout=CANCELLED_ENDS_WITHIN)

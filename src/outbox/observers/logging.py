@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 from outbox.core.attempt import Attempt, Dead, Done, Reason, Released, RetryIn
 from outbox.core.durations import in_words
+from outbox.core.errors import described
 from outbox.core.events import (
     Advised,
     Bound,
@@ -33,6 +34,7 @@ from outbox.core.events import (
     Troubled,
     Unbound,
     Unroutable,
+    Unsettled,
 )
 from outbox.core.message import Message
 from outbox.core.outage import DATABASE, TRANSPORT
@@ -127,6 +129,14 @@ class LoggingObserver:
                     queue,
                     in_words(duration),
                     extra=_facts(event, attempt, queue=queue, seconds=duration.total_seconds()),
+                )
+            case Unsettled(queue, attempt):
+                logger.debug(
+                    "%s %s from %s comes again: how it ended could not be written",
+                    attempt.message.routing_key,
+                    attempt.message.id,
+                    queue,
+                    extra=_facts(event, attempt, queue=queue),
                 )
             case CleanedUp(what, count):
                 logger.debug("cleaned up %d %s rows", count, what, extra=_facts(event, what=what, count=count))
@@ -319,7 +329,7 @@ def _so_far(lasts: timedelta) -> str:
 
 def _words(error: BaseException) -> str:
     # SQLAlchemy's texts end with the statement and its parameters: bodies do not belong in a log.
-    return f"{type(error).__name__}: {_first_line(str(error))}"
+    return _first_line(described(error))
 
 
 def _place(destination: str | None) -> str:

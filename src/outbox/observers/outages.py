@@ -50,6 +50,11 @@ class Outages:
 
     def ends(self, what: str, where: str) -> timedelta | None:
         """How long it lasted, if this is its end: the first success of a part that missed it."""
+        refused = self._ends(where, where)  # what refused this part before it went away does so no more
+        lasted = refused if what == where else self._ends(what, where)
+        return refused if lasted is None else lasted
+
+    def _ends(self, what: str, where: str) -> timedelta | None:
         outage = self._open.get(what)
         if outage is None or where not in outage.parts:
             return None
@@ -59,7 +64,10 @@ class Outages:
 
 
 def missing(event: Troubled | Recovered) -> str:
-    """What an error is about. A database that answers and refuses is another matter for each part."""
+    """What an error is about. What answers and refuses is another matter for each part that it refuses.
+
+    Of a database the error tells; a transport says so by `outage_of`.
+    """
     if event.outage_of is None or (event.outage_of == DATABASE and not is_unreachable(event.error)):
         return event.where
     return event.outage_of

@@ -10,10 +10,10 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
+from outbox.core.backoff import RestartDelay, chosen_pause
 from outbox.core.durations import NO_DELAY
 from outbox.core.errors import TransportUnavailable
 from outbox.core.events import CircuitClosed, CircuitOpened, Observer
-from outbox.core.pace import RestartDelay, chosen_pause
 from outbox.core.store import Circuit, CircuitState, Store
 
 LOOK_EVERY = 1.0  # seconds between two looks at what other relays found out
@@ -44,7 +44,7 @@ class Circuits:
         async with self._looking:
             if self._clock() - self._looked_at >= LOOK_EVERY:
                 looked_at = self._clock()
-                found = await self._store.circuits()
+                found = await self._store.circuits.all()
                 self._known = {each.destination: each for each in found if each.state is not CircuitState.CLOSED}
                 self._refusing = {
                     each.destination: looked_at - each.refusing.total_seconds()
@@ -159,7 +159,7 @@ class Breaker:
     async def passes(self, passage: Passage) -> bool:
         """Whether what was claimed may go out: asked when there is something, because all of this costs statements."""
         if passage.probing:
-            passage.probe = await self._store.probe_circuit(self._destination, self._lease)
+            passage.probe = await self._store.circuits.probe(self._destination, self._lease)
             self._circuits.forget()
         elif await self._circuits.look(self._destination) is not None:
             self._room = 1
@@ -201,7 +201,7 @@ class Breaker:
         recovered = passage.took and circuits.refusing(destination) is not None
         if passage.probe is not None or circuits.known(destination) is not None or recovered:
             given_up = not passage.took and (circuits.refusing(destination) or 0.0) >= REFUSED_FOR
-            if await self._store.close_circuit(destination, refusing=not passage.took) and not given_up:
+            if await self._store.circuits.close(destination, refusing=not passage.took) and not given_up:
                 self._observe(CircuitClosed(destination))
             circuits.closed(destination, refusing=not passage.took)
         passage.probe = None
@@ -213,11 +213,18 @@ class Breaker:
         pause = await self._open(passage, error)
         return pause if alone else NO_DELAY
 
+    async def unused(self, passage: Passage) -> None:
+        """Nothing of a round could be sent. If it was to probe, another message does so at once."""
+        if passage.probe is not None:
+            await self._give_up(passage)
+            passage.probe = None
+            self._circuits.forget()
+
     async def _open(self, passage: Passage, error: str, *, refusing: bool = False) -> timedelta:
         pause, probe = self._pause(passage.probe or 0, error), passage.probe
         self._room = 1
         self._circuits.forget()
-        if await self._store.open_circuit(self._destination, pause, error, probe=probe, refusing=refusing):
+        if await self._store.circuits.open(self._destination, pause, error, probe=probe, refusing=refusing):
             self._observe(CircuitOpened(self._destination, error, pause))
         passage.probe = None
         await self._circuits.look(self._destination)
@@ -242,4 +249,6 @@ class Breaker:
         """Let another relay probe at once; if not even that can be written, the lease of the probe runs out."""
         if passage.probe is not None:
             with suppress(Exception):
-                await self._store.open_circuit(self._destination, NO_DELAY, "a probe was given up", probe=passage.probe)
+                await self._store.circuits.open(
+                    self._destination, NO_DELAY, "a probe was given up", probe=passage.probe
+                )

@@ -15,6 +15,7 @@ class Cleanup:
     """A relay's rounds over what is expired, sent long ago, or remembered long enough."""
 
     batch_size = BATCH
+    asked = True
 
     def __init__(
         self, store: Store, *, clean_up_after: Retention, inbox_retention: Retention, observe: Observer
@@ -26,11 +27,11 @@ class Cleanup:
 
     async def round(self) -> int:
         """One batch of each kind; how many rows went."""
-        gone = self._tell("expired", await self._store.expire(BATCH))
+        gone = self._tell("expired", await self._store.maintenance.expire(BATCH))
         if isinstance(self._clean_up_after, timedelta):
-            gone += self._tell("sent", await self._store.purge(self._clean_up_after, BATCH))
+            gone += self._tell("sent", await self._store.maintenance.purge(self._clean_up_after, BATCH))
         if isinstance(self._inbox_retention, timedelta):
-            gone += self._tell("inbox", await self._store.purge_inbox(self._inbox_retention, BATCH))
+            gone += self._tell("inbox", await self._store.inbox.purge(self._inbox_retention, BATCH))
         return gone
 
     def _tell(self, what: str, count: int) -> int:

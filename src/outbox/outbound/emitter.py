@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime, timedelta
 from typing import Any
 
 from outbox.core import body as bodies
 from outbox.core.cloudevents import SOURCE
-from outbox.core.durations import LATEST, Eta, Seconds, as_due, as_lifetime
-from outbox.core.errors import HeaderInvalid, NotAtomicWarning, TimeInvalid
+from outbox.core.durations import LATEST, NO_DELAY, Eta, Seconds, as_due, as_lifetime
+from outbox.core.errors import HeaderInvalid, TimeInvalid
 from outbox.core.events import Emitted, Observer
 from outbox.core.headers import is_reserved
 from outbox.core.message import Message, Schedule, check, check_timer_id, is_media_type
 from outbox.core.store import Store
 from outbox.core.urls import check_uri_reference
-from outbox.outbound.callers import CallersTransaction, at_once, awaited
-from outbox.outbound.connections import AnySession, PlainSession
+from outbox.outbound.sessions.lookup import transaction_of
+from outbox.outbound.sessions.session_types import AnySession, PlainSession
 
 Key = str | Callable[[Any], str] | None
 
@@ -27,13 +26,13 @@ class Emitter:
 
     def __init__(
         self,
-        store_for: Callable[[str], Store],
+        stores: Mapping[str, Store],  # by the name of a dialect
         *,
         expiration: timedelta | None,
         max_body_size: int,
         observe: Observer,
     ) -> None:
-        self._store_for = store_for
+        self._stores = stores
         self._expiration = expiration
         self._max_body_size = max_body_size
         self._observe = observe
@@ -42,11 +41,10 @@ class Emitter:
         self,
         routing_key: str,
         body: object,
-        *,
-        key: Key = None,
-        headers: Mapping[str, str] | None = None,
-        content_type: str | None = None,
-        source: str | None = None,
+        key: Key,
+        headers: Mapping[str, str] | None,
+        content_type: str | None,
+        source: str | None,
     ) -> Message:
         """A checked message."""
         encoded, default_type = bodies.encode(body, routing_key)
@@ -68,60 +66,43 @@ class Emitter:
         if timer_id is not None:
             check_timer_id(timer_id)
         lifetime = self._expiration if expiration is None else as_lifetime(expiration)
-        due = as_due(eta)
+        due = NO_DELAY if eta is None else as_due(eta)
         if isinstance(due, datetime) and lifetime is not None and lifetime >= LATEST - due:
             raise TimeInvalid(f"expiration ends too late, in the year {LATEST.year} or after: {lifetime} from {due}")
         return Schedule(due=due, expiration=lifetime, timer_id=timer_id)
 
-    def messages(self, routing_key: str, many: Iterable[object], **options: Any) -> list[Message]:
-        """A checked message for each body."""
-        return [self.message(routing_key, body, **options) for body in many]
-
     async def write(self, session: AnySession, messages: list[Message], schedule: Schedule) -> bool:
         """Write messages; False if the timer already waits."""
-        return await awaited(session, self._write, messages, schedule)
+        transaction = transaction_of(session, awaits=True)
+        if not messages:
+            return True
+        store = self._stores[transaction.dialect.name]
+        written = await transaction.run(transaction.emit, store, messages, schedule)
+        if written:
+            self._observe(Emitted(messages))
+        return written
 
     def write_now(self, session: PlainSession, messages: list[Message], schedule: Schedule) -> bool:
         """The same for a caller without an event loop."""
-        return at_once(session, self._write, messages, schedule)
+        transaction = transaction_of(session, awaits=False)
+        if not messages:
+            return True
+        written = transaction.emit(self._stores[transaction.dialect.name], messages, schedule)
+        if written:
+            self._observe(Emitted(messages))
+        return written
 
     async def cancel(self, session: AnySession, timer_id: str) -> bool:
         """Delete the timer if it still waits; says whether it did."""
-        return await awaited(session, self._cancel, timer_id)
+        check_timer_id(timer_id)
+        transaction = transaction_of(session, awaits=True)
+        return await transaction.run(transaction.cancel, self._stores[transaction.dialect.name], timer_id)
 
     def cancel_now(self, session: PlainSession, timer_id: str) -> bool:
         """The same for a caller without an event loop."""
-        return at_once(session, self._cancel, timer_id)
-
-    # Flushes nothing, commits nothing, begins nothing of its own.
-
-    def _write(self, transaction: CallersTransaction, messages: list[Message], schedule: Schedule) -> bool:
-        if not messages:
-            return True
-        store = self._store(transaction)
-        written = transaction.write(store, *store.insert(messages, schedule))
-        if schedule.timer_id is not None and not written:
-            return False
-        transaction.note(store, messages, schedule)
-        transaction.after_commit(lambda: store.announce(None))
-        self._observe(Emitted(messages))
-        return True
-
-    def _cancel(self, transaction: CallersTransaction, timer_id: str) -> bool:
         check_timer_id(timer_id)
-        store = self._store(transaction)
-        return transaction.write(store, *store.cancel(timer_id)) > 0
-
-    def _store(self, transaction: CallersTransaction) -> Store:
-        store = self._store_for(transaction.dialect.name)
-        where = transaction.not_atomic(store)
-        if where is not None:
-            warnings.warn(
-                f"emit {where}: the message is stored at once, whatever becomes of your data",
-                NotAtomicWarning,
-                stacklevel=2,
-            )
-        return store
+        transaction = transaction_of(session, awaits=False)
+        return transaction.cancel(self._stores[transaction.dialect.name], timer_id)
 
 
 def _as_headers(headers: Mapping[str, str] | None, source: str | None) -> dict[str, str]:

@@ -13,8 +13,8 @@ from outbox.core.durations import NO_DELAY
 from outbox.core.errors import TransportUnavailable
 from outbox.core.events import LeaseWasLost, Observer, Relayed
 from outbox.core.retry import RetryPolicy
-from outbox.core.store import Claim, Store
-from outbox.core.transport import Published, Refusal, Reporting, Transport
+from outbox.core.store import Claim, Feed, Selection
+from outbox.core.transport import Published, Refusal, Transport
 from outbox.outbound.circuit import Breaker, Passage
 from outbox.outbound.rounds import Sending
 from outbox.outbound.settling import Settling
@@ -29,7 +29,7 @@ class Publisher:
 
     def __init__(
         self,
-        store: Store,
+        feed: Feed,
         transport: Transport,
         *,
         batch_size: int,
@@ -39,10 +39,11 @@ class Publisher:
         destination: str | None = None,  # whose messages it takes; none: those that were not routed
         breaker: Breaker | None = None,  # what relays share about the destination, if they do
     ) -> None:
-        self._store = store
+        self._feed = feed
         self._transport = transport
         self._largest = batch_size
         self.batch_size = batch_size  # of the last round
+        self.asked = True  # whether the last round asked the store for messages
         self._lease = lease
         self._retry_policy = retry_policy
         self._observe = observe
@@ -64,7 +65,7 @@ class Publisher:
             await asyncio.sleep(held)
         else:
             longest = longest if self._breaker is None else self._breaker.patience(longest)
-            await self._store.wait(longest, destination=self._destination)
+            await self._feed.wait(longest, destination=self._destination)
 
     async def _openly(self, sending: Sending) -> int:
         async with self._claim(self._largest) as claim:
@@ -75,14 +76,15 @@ class Publisher:
                 published = await self._publish(claim.attempts, settling)
                 settling.report(published)
                 await settling.finish(Released())
-        if not settling.answered:
+        if not settling.answered and (published.asked or not published.refused):
             raise self._nothing(claim.attempts, published)
         return len(claim.attempts)
 
     async def _guarded(self, breaker: Breaker, passage: Passage, sending: Sending) -> int:
         """The same where relays tell each other that no answer comes. A round without one counts as empty."""
         self.batch_size = max(1, min(self._largest, passage.room))
-        if not passage.room:
+        self.asked = passage.room > 0
+        if not self.asked:
             return 0
         async with self._claim(self.batch_size) as claim:
             if not claim.attempts or not await breaker.passes(passage):
@@ -100,6 +102,11 @@ class Publisher:
                     if passage.refusal:
                         await breaker.answered(passage)  # before anything that was refused is given back
                     await settling.finish(Released(passage.pause if alone else NO_DELAY))
+                elif not published.asked and published.refused:
+                    # Nothing could be sent, so nothing is known of the destination: another message probes it.
+                    await settling.finish(Released())
+                    await breaker.unused(passage)
+                    return len(claim.attempts)
                 elif not published.asked and not passage.probing:
                     return 0  # what was claimed is given back
                 else:
@@ -110,7 +117,7 @@ class Publisher:
         return len(claim.attempts)
 
     def _claim(self, limit: int) -> AbstractAsyncContextManager[Claim]:
-        return self._store.claim(limit, lease=self._lease, destination=self._destination)
+        return self._feed.claim(Selection(limit=limit, lease=self._lease, destination=self._destination))
 
     def _nothing(self, attempts: Sequence[Attempt], published: Published) -> TransportUnavailable:
         why = f": {published.silence}" if published.silence else ""
@@ -143,15 +150,13 @@ class Publisher:
         began = now()
 
         def report(published: Published) -> None:
-            self._answered_at = now()
+            if published.answered:
+                self._answered_at = now()
             settling.report(published)
 
         try:
             async with asyncio.timeout(DEADLINE):
-                if isinstance(self._transport, Reporting):
-                    published = await self._transport.publish_and_report(messages, report)
-                else:
-                    published = await self._transport.publish(messages)
+                published = await self._transport.publish(messages, report)
         except TimeoutError:
             if self._answered_at <= began:
                 return Published()
@@ -181,10 +186,11 @@ class Publisher:
 
     def _tell(self, attempts: Sequence[Attempt], outcomes: Mapping[int, Outcome], lost: frozenset[int]) -> None:
         for attempt in attempts:
+            outcome = outcomes.get(attempt.id)
             if attempt.id in lost:
                 count = attempt.attempt_count + attempt.crash_count
                 self._observe(LeaseWasLost("terminal", attempt.id, self._destination, count))
-            elif not isinstance(outcome := outcomes.get(attempt.id), Released | None):
+            elif outcome is not None and type(outcome) is not Released:
                 self._observe(Relayed(attempt, outcome, self._destination))
 
 

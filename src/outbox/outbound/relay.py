@@ -8,10 +8,10 @@ from contextlib import nullcontext
 from datetime import timedelta
 from typing import Protocol
 
+from outbox.core.backoff import Backoff, ErrorBackoff, RestartDelay
 from outbox.core.errors import ClosedForGood, TransportUnavailable
 from outbox.core.events import Observer, Troubled
 from outbox.core.outage import DATABASE, TRANSPORT, Outage
-from outbox.core.pace import Pace, RestartDelay, Trouble
 from outbox.outbound.rounds import Rounds
 
 SHORTEST_TROUBLE, LONGEST_TROUBLE = 0.2, 30.0  # seconds of pause after an error, doubling
@@ -23,6 +23,11 @@ class Round(Protocol):
 
     @property
     def batch_size(self) -> int: ...
+
+    @property
+    def asked(self) -> bool:
+        """Whether the last round asked the store for anything: if not, it has shown nothing about the database."""
+        ...
 
     async def round(self) -> int:
         """How much of a batch there was."""
@@ -49,8 +54,8 @@ class Relay:
         self._rounds = rounds
         self._wait = wait
         self._back = back
-        self._pace = Pace(poll_interval)
-        self._trouble = Trouble(LONGEST_TROUBLE, SHORTEST_TROUBLE, restart_delay)
+        self._pace = Backoff(poll_interval)
+        self._trouble = ErrorBackoff(LONGEST_TROUBLE, SHORTEST_TROUBLE, restart_delay)
         self._observe = observe
         self._name = name
         self._database = Outage(name, DATABASE, observe)
@@ -59,11 +64,11 @@ class Relay:
     async def run(self, stop: asyncio.Event) -> None:
         """Work until `stop`. A round that has begun is finished."""
         async with nullcontext() if self._rounds is None else self._rounds:
-            await self._run(stop)
+            await self._rounds_until(stop)
         for error in () if self._rounds is None else self._rounds.errors():
             self._observe(Troubled(self._name, error, timedelta(0)))
 
-    async def _run(self, stop: asyncio.Event) -> None:
+    async def _rounds_until(self, stop: asyncio.Event) -> None:
         while not stop.is_set():
             try:
                 taken = await self._next(stop)
@@ -71,11 +76,12 @@ class Relay:
                     self._pace.reset()
                 if self._rounds is not None and self._rounds.answered:
                     self._destination.over()
-                if taken < self._work.batch_size:  # nothing is left, or somebody would have rung the bell
+                if not self._is_busy(taken):
                     ending = () if self._rounds is None else self._rounds.ending
                     await unless(stop, self._wait(self._pace.pause()), *ending)
-                self._trouble.reset()
-                self._database.over()
+                if self._work.asked:
+                    self._trouble.reset()
+                    self._database.over()
             except ClosedForGood:
                 raise
             except Exception as error:  # noqa: BLE001 - a relay outlives whatever its database or broker throws
@@ -85,6 +91,14 @@ class Relay:
                 await unless(stop, asyncio.sleep(pause))
                 if away and self._back is not None:
                     await unless(stop, self._back())
+
+    def _is_busy(self, taken: int) -> bool:
+        """Whether the next round begins at once.
+
+        A batch that was not full left nothing behind. But while a publisher waits for answers more is committed, and
+        notifications are spaced: the next claim finds it sooner. A router's rounds are short.
+        """
+        return taken >= self._work.batch_size or (taken > 0 and self._rounds is not None)
 
     async def _next(self, stop: asyncio.Event) -> int:
         if self._rounds is None:

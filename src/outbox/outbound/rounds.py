@@ -15,7 +15,7 @@ STUCK = 0.1  # seconds that a batch which is not full may wait for its answers b
 Sending = Callable[[int], None]  # called once when a round has claimed so much and hands it over
 
 
-class Publishing(Protocol):
+class RoundOfBatches(Protocol):
     """A round that spends most of its time waiting for answers."""
 
     @property
@@ -34,7 +34,7 @@ class Rounds:
     raised with the next round; one that began before an error that was raised already is no news.
     """
 
-    def __init__(self, work: Publishing, most: int = SIDE_BY_SIDE) -> None:
+    def __init__(self, work: RoundOfBatches, most: int = SIDE_BY_SIDE) -> None:
         self._work = work
         self._most = most
         self._open: dict[asyncio.Task[int], int] = {}  # with the number of errors that were raised before it began
@@ -117,6 +117,7 @@ class Rounds:
             return count
         except Exception as error:
             self.answered = False
+            self._whole = False  # the next round shows whether claiming works, before others begin beside it
             if errors < self._errors and not isinstance(error, ClosedForGood):
                 return 0
             self._errors += 1

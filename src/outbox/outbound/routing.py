@@ -34,6 +34,7 @@ class Router:
         self._takers = takers
         self._largest = batch_size
         self.batch_size = batch_size  # of the last round
+        self.asked = True  # whether the last round asked the store for anything
         self._patience = patience
         self._unroutable = unroutable
         self._observe = observe
@@ -42,25 +43,26 @@ class Router:
     async def round(self) -> int:
         """Route one batch; how many messages it held."""
         with self._takers.offer() as offer:
-            if self._takers.consuming and not offer.wanted and self._holds_back():
+            self.asked = not (self._takers.consuming and not offer.wanted and self._holds_back())
+            if not self.asked:
                 return 0
             self._holding_back_since = None
             wanted = sum(each.limit for each in offer.wanted.values()) or self._largest
             self.batch_size = min(self._largest, wanted)
-            routing = await self._store.route(self.batch_size, self._unroutable, offer.wanted)
+            routing = await self._store.queues.route(self.batch_size, self._unroutable, offer.wanted)
             taken: dict[str, int] = {}
             for queue, claim in routing.claims.items():
                 taken[queue] = offer.take(queue, claim)
         waiting = [queue for queue, count in routing.routed.items() if count > taken.get(queue, 0)]
         if waiting:
-            self._store.announce(*waiting)
+            self._store.queues.announce(*waiting)
         self._tell(routing)
         return routing.taken
 
     async def wait(self, longest: float) -> None:
         """Sleep until there may be something to route, or somebody to route it for."""
         if self._holding_back_since is None:
-            await self._store.wait(longest)
+            await self._store.feed.wait(longest)
         else:
             await self._takers.room(longest)
 

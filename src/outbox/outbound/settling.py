@@ -76,7 +76,8 @@ class Settling:
             attempt = waiting.pop(id, None)
             if attempt is not None:
                 unwritten[attempt.id] = _DONE
-                unwritten.update((copy.id, _DONE) for copy in self._copies.get(id, ()))
+                if self._copies:
+                    unwritten.update((copy.id, _DONE) for copy in self._copies.get(id, ()))
         if len(waiting) < left:
             self._took()
         for id, refusal in published.refused.items():

@@ -45,41 +45,44 @@ def transactional(
     begin_sync: Callable[[], AbstractContextManager[Session]],
 ) -> Callable[..., Result]:
     """The function in a transaction of its own, in a savepoint of the one around it, or in the session it is given."""
-    place = Place.of(function)
-    if place.kind is AsyncSession:
-        wrapper = _awaiting(function, place, owner, begin)
+    parameter = SessionParameter.of(function)
+    if parameter.kind is AsyncSession:
+        wrapper = _awaiting(function, parameter, owner, begin)
     else:
-        wrapper = _blocking(function, place, owner, begin_sync)
-    hide_session(wrapper, place.signature_without_it)
+        wrapper = _blocking(function, parameter, owner, begin_sync)
+    hide_session(wrapper, parameter.signature_without_it)
     return wrapper
 
 
 def _awaiting(
     function: Callable[..., Any],
-    place: Place,
+    parameter: SessionParameter,
     owner: object,
     begin: Callable[[], AbstractAsyncContextManager[AsyncSession]],
 ) -> Callable[..., Any]:
     @functools.wraps(function)
     async def run(*args: Any, **kwargs: Any) -> Any:
-        if place.is_taken(args, kwargs):
+        if parameter.is_taken(args, kwargs):
             return await function(*args, **kwargs)
         around = _around(owner, AsyncSession)
         if around is None:
             async with begin() as session:
-                return await place.call(function, args, kwargs, session)
+                return await parameter.call(function, args, kwargs, session)
         async with around.begin_nested():
-            return await place.call(function, args, kwargs, around)
+            return await parameter.call(function, args, kwargs, around)
 
     return run
 
 
 def _blocking(
-    function: Callable[..., Any], place: Place, owner: object, begin: Callable[[], AbstractContextManager[Session]]
+    function: Callable[..., Any],
+    parameter: SessionParameter,
+    owner: object,
+    begin: Callable[[], AbstractContextManager[Session]],
 ) -> Callable[..., Any]:
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if place.is_taken(args, kwargs):
+        if parameter.is_taken(args, kwargs):
             return function(*args, **kwargs)
         if _around(owner, AsyncSession) is not None:
             raise TransactionError(
@@ -89,16 +92,16 @@ def _blocking(
         around = _around(owner, Session)
         if around is None:
             with begin() as session:
-                return place.call(function, args, kwargs, session)
+                return parameter.call(function, args, kwargs, session)
         with around.begin_nested():
-            return place.call(function, args, kwargs, around)
+            return parameter.call(function, args, kwargs, around)
 
     return run
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a function takes its session."""
+class SessionParameter:
+    """The parameter by which a function takes its session."""
 
     kind: type[AsyncSession] | type[Session]
     name: str
@@ -106,7 +109,7 @@ class Place:
     signature_without_it: inspect.Signature
 
     @classmethod
-    def of(cls, function: Callable[..., Any]) -> Place:
+    def of(cls, function: Callable[..., Any]) -> SessionParameter:
         """Find the parameter that is annotated with a session; what cannot work is refused."""
         name = _name(function)
         if isinstance(function, classmethod | staticmethod):
@@ -151,7 +154,7 @@ class Place:
         kwargs: dict[str, Any],
         session: AsyncSession | Session,
     ) -> Any:
-        """Call the function with a session in its place."""
+        """Call the function with a session as this parameter."""
         if self.position is None or len(args) <= self.position:
             return function(*args, **{**kwargs, self.name: session})
         others = {name: value for name, value in kwargs.items() if name != self.name}

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from uuid import UUID
 
-from sqlalchemy import Integer, String, Uuid, bindparam, case, null, select, update
+from sqlalchemy import BindParameter, Connection, Integer, Select, String, Uuid, bindparam, case, null, select, update
 
-from outbox.core.pace import Pace
-from outbox.stores.claims import one_less
-
-if TYPE_CHECKING:
-    from outbox.stores.sql import SqlStore
+from outbox.core.backoff import Backoff
+from outbox.core.kept_property import kept_property
+from outbox.stores.dialect import SqlDialect
+from outbox.stores.leases import one_less
+from outbox.stores.runner import Runner
+from outbox.stores.selecting import Tokens
+from outbox.stores.tables import Tables
+from outbox.stores.wakeup import Wakeup
 
 AGAIN = 0.1, 5.0  # seconds between two tries, doubling, until the lease has run out anyway
 READ_AT_MOST = 20_000  # rows: what was claimed is near the front of its queue, and a backlog may have millions
@@ -25,15 +26,17 @@ READ_AT_MOST = 20_000  # rows: what was claimed is near the front of its queue, 
 class LostClaims:
     """Gives back in the background, as soon as the database answers: a start that was not made is no crash."""
 
-    def __init__(self, store: SqlStore) -> None:
-        self._store = store
+    def __init__(self, tables: Tables, dialect: SqlDialect, runner: Runner, wakeup: Wakeup) -> None:
+        self._messages = tables.messages
+        self._dialect = dialect
+        self._runner = runner
+        self._wakeup = wakeup
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def give_back(self, token: UUID, apart: UUID, destination: str, lease: timedelta) -> None:
-        """Release whatever bears this token. The statement may reach the server late, so an empty try is no end."""
+    def give_back(self, tokens: Tokens, destination: str, lease: timedelta) -> None:
+        """Release whatever bears these tokens. The statement may reach the server late, so an empty try is no end."""
         task = asyncio.create_task(
-            self._give_back({"token": token, "apart": apart, "wanted": destination}, lease.total_seconds()),
-            name="outbox claim without an answer",
+            self._give_back(tokens, destination, lease.total_seconds()), name="outbox claim without an answer"
         )
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -46,40 +49,55 @@ class LostClaims:
         if tasks:
             await asyncio.wait(tasks)
 
-    async def _give_back(self, claim: Mapping[str, Any], lease: float) -> None:
-        loop, again = asyncio.get_running_loop(), Pace(AGAIN[1], AGAIN[0])
+    async def _give_back(self, tokens: Tokens, destination: str, lease: float) -> None:
+        loop, again = asyncio.get_running_loop(), Backoff(AGAIN[1], AGAIN[0])
         lease_ends = loop.time() + lease
-        parameters = {**claim, "most": READ_AT_MOST}
         while loop.time() < lease_ends:
             with suppress(Exception):  # drivers throw what they like when their database is away
-                released = await self._store.apply(
-                    lambda connection: connection.execute(self._release, parameters).rowcount
-                )
-                if released:
-                    self._store.announce(claim["wanted"])
+                if await self._runner.apply(lambda connection: self._release(connection, tokens, destination)):
+                    self._wakeup.announce(destination)
                     return
             await asyncio.sleep(again.pause())
 
-    @cached_property
-    def _release(self) -> Any:
-        columns = self._store.messages.c
+    def _release(self, connection: Connection, tokens: Tokens, destination: str) -> int:
+        bearing = {"token": tokens.token, "apart": tokens.apart}
+        front = {"wanted": destination, "most": READ_AT_MOST, **bearing}
+        ids = connection.execute(self._leased, front).scalars().all()
+        if not ids:
+            return 0
+        return connection.execute(self._released, {"ids": self._dialect.listed(ids), **bearing}).rowcount
+
+    @kept_property
+    def _leased(self) -> Select[Any]:
+        columns = self._messages.c
         front = (
             select(columns.id, columns.lease_token)
             .where(
                 columns.destination == bindparam("wanted", type_=String),
                 columns.done_at.is_(None),
-                columns.due_at <= self._store.now(),
+                columns.due_at <= self._dialect.now(),
             )
             .order_by(columns.due_at, columns.id)
             .limit(bindparam("most", type_=Integer))
             .subquery("front")
         )
-        token, apart = bindparam("token", type_=Uuid), bindparam("apart", type_=Uuid)
-        chosen = columns.id.in_(select(front.c.id).where(front.c.lease_token.in_([token, apart])))
-        held = columns.lease_token.in_([token, apart]) & (columns.lease_until > self._store.clock())
-        starts = case((columns.lease_token == token, one_less(columns.starts)), else_=columns.starts)
+        return select(front.c.id).where(front.c.lease_token.in_(_tokens()))
+
+    @kept_property
+    def _released(self) -> Any:
+        columns = self._messages.c
+        held = columns.lease_token.in_(_tokens()) & (columns.lease_until > self._dialect.clock())
+        started = columns.lease_token == bindparam("token", type_=Uuid)
         return (
-            update(self._store.messages)
-            .where(chosen, held)
-            .values(starts=starts, lease_token=null(), lease_until=null())
+            update(self._messages)
+            .where(self._dialect.among(columns.id, "ids"), held)
+            .values(
+                starts=case((started, one_less(columns.starts)), else_=columns.starts),
+                lease_token=null(),
+                lease_until=null(),
+            )
         )
+
+
+def _tokens() -> list[BindParameter[UUID]]:
+    return [bindparam("token", type_=Uuid), bindparam("apart", type_=Uuid)]

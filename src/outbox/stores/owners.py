@@ -1,32 +1,81 @@
-"""Owners: which service a queue belongs to. The first service to record it has it until it is released."""
+"""SqlOwners: which service a queue belongs to, and what workers declared at a broker.
+
+The first service to record a queue has it until it is released. A broker may not tell its bindings, so they are
+recorded here. They are not in the table of bindings: after a move to the database the router would follow them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Mapping
+from hashlib import sha256
 
 from sqlalchemy import Connection, delete, select
 
-if TYPE_CHECKING:
-    from outbox.stores.sql import SqlStore
+from outbox.core.binding import Binding
+from outbox.stores.dialect import SqlDialect
+from outbox.stores.runner import Runner
+from outbox.stores.tables import Tables
+
+_BINDING = "binding\n"  # begins the name of such a row; a queue's name has printable characters only
 
 
-def record(store: SqlStore, connection: Connection, owners: Mapping[str, str]) -> dict[str, str]:
-    """Record those that have no owner yet; returns the owners of all of them."""
-    for queue in sorted(owners):  # always in the same order: no two processes wait for each other
-        connection.execute(store.ignoring(store.tables.owners), {"queue": queue, "owner": owners[queue]})
-    return {queue: owner for queue, owner in read(store, connection).items() if queue in owners}
+class SqlOwners:
+    """A row for each queue, one for where the transport leads, and one for each binding at a broker."""
+
+    def __init__(self, tables: Tables, dialect: SqlDialect, runner: Runner) -> None:
+        self._table = tables.owners
+        self._dialect = dialect
+        self._runner = runner
+
+    async def record(self, owners: Mapping[str, str]) -> dict[str, str]:
+        """Record those that have no owner yet; returns the owners of all of them."""
+
+        def work(connection: Connection) -> dict[str, str]:
+            self._insert(connection, owners)
+            return {queue: owner for queue, owner in self._read(connection).items() if queue in owners}
+
+        return await self._runner.transact(work)
+
+    async def all(self) -> dict[str, str]:
+        """Whose every queue is."""
+        found = await self._runner.look(self._read)
+        return {queue: owner for queue, owner in found.items() if not queue.startswith(_BINDING)}
+
+    async def release(self, queue: str) -> str | None:
+        """Forget whose a queue is; whose it was."""
+        return await self._runner.transact(lambda connection: self.released(connection, queue))
+
+    def released(self, connection: Connection, queue: str) -> str | None:
+        """The same within a transaction."""
+        table = self._table
+        found: str | None = connection.scalar(select(table.c.owner).where(table.c.queue == queue))
+        connection.execute(delete(table).where(table.c.queue == queue))
+        return found
+
+    async def declare(self, bindings: Collection[Binding]) -> None:
+        """Record bindings that workers make at a broker."""
+        rows = {_row(binding): f"{binding.queue}\n{binding.binding_key}" for binding in bindings}
+        await self._runner.transact(lambda connection: self._insert(connection, rows))
+
+    async def declared(self) -> list[Binding]:
+        """Those that were recorded."""
+        found = await self._runner.look(self._read)
+        told = sorted(owner for queue, owner in found.items() if queue.startswith(_BINDING))
+        return [Binding(*each.split("\n")) for each in told]
+
+    async def retract(self, binding: Binding) -> None:
+        """Forget a binding that was removed at the broker."""
+        await self.release(_row(binding))
+
+    def _insert(self, connection: Connection, owners: Mapping[str, str]) -> None:
+        for queue in sorted(owners):  # always in the same order: no two processes wait for each other
+            connection.execute(self._dialect.ignoring(self._table), {"queue": queue, "owner": owners[queue]})
+
+    def _read(self, connection: Connection) -> dict[str, str]:
+        table = self._table
+        return {row.queue: row.owner for row in connection.execute(select(table.c.queue, table.c.owner))}
 
 
-def read(store: SqlStore, connection: Connection) -> dict[str, str]:
-    """Whose every queue is."""
-    table = store.tables.owners
-    return {row.queue: row.owner for row in connection.execute(select(table.c.queue, table.c.owner))}
-
-
-def release(store: SqlStore, connection: Connection, queue: str) -> str | None:
-    """Forget whose a queue is; whose it was."""
-    table = store.tables.owners
-    found: str | None = connection.scalar(select(table.c.owner).where(table.c.queue == queue))
-    connection.execute(delete(table).where(table.c.queue == queue))
-    return found
+def _row(binding: Binding) -> str:
+    """The name of a binding's row. Two names of 255 characters do not fit into one, so it is a hash of both."""
+    return _BINDING + sha256(f"{binding.queue}\n{binding.binding_key}".encode()).hexdigest()

@@ -6,20 +6,25 @@ import json
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from operator import attrgetter, itemgetter
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from outbox.core.attempt import Attempt, Dead, Reason
 from outbox.core.binding import LONGEST_KEY
 from outbox.core.dead_letter import DeadLetter
 from outbox.core.durations import EARLIEST, LATEST, OLDEST
-from outbox.core.message import Message, remade
+from outbox.core.history import LONGEST_HISTORY as LONGEST_HISTORY
+from outbox.core.history import history_line as history_line
+from outbox.core.message import LARGEST_HEADERS, Message, remade
 from outbox.core.store import StoredMessage
+from outbox.core.tracking import MOST_IDS
 from outbox.stores.tables import NOT_ROUTED
 
-LONGEST_HISTORY = 16 * 1024  # characters
 EXPIRATION_PASSED = "its expiration passed"  # what a history says of it
 MUCH_LATER = timedelta(minutes=1)  # what is due so long after it was made is told so
 MOST_TRIES = 1_000_000_000  # attempts or starts that a message can have had
+# What emit writes as JSON is shorter: there a character takes up to three times the bytes that it has in UTF-8.
+LONGEST_HEADERS = 3 * LARGEST_HEADERS + 1024  # characters
+LONGEST_IDS = MOST_IDS * (3 * LONGEST_KEY + 4)
 UNREADABLE = "its row cannot be read"
 _NO_TEXT = "its routing key, message id, key or content type is not text in UTF-8"
 _OTHER_TYPE = f"created_at is not between the years {OLDEST.year} and {LATEST.year}, or a column has a wrong type"
@@ -41,12 +46,33 @@ _KEPT = (
 )
 GIVEN = tuple(name for name in _KEPT if name != "expires_at")  # what `message_row` fills
 EMITTED = (*GIVEN, "due_at", "expires_at", "timer_id")  # what emit fills
-CLAIMED = (  # what a leasing statement returns, in this order
-    *("due_at", "id", "first_due_at", "expired", "attempts", "starts", "isolated"),
-    *_KEPT,
-)
 
+
+class ClaimedRow(NamedTuple):
+    """What a leasing statement tells of a row, in this order. A driver's row has the same by position."""
+
+    due_at: datetime
+    id: int
+    first_due_at: datetime | None
+    expired: bool | None
+    attempts: int
+    starts: int
+    isolated: bool
+    message_id: str
+    routing_key: str
+    key: str | None
+    content_type: str
+    tracking_ids: str | None
+    headers: str | None
+    body: bytes
+    created_at: datetime
+    expires_at: datetime | None
+
+
+CLAIMED = ClaimedRow._fields
 BODY = CLAIMED.index("body")
+FOUND = len(CLAIMED)  # behind it: how many due messages the statement found
+QUEUE = FOUND + 1  # behind that: the queue, where the statement has routed too
 
 
 class Undecodable(str):
@@ -113,23 +139,42 @@ def _message(
 
 
 def _as_headers(text: str) -> dict[str, str]:
+    if len(text) > LONGEST_HEADERS:
+        raise ValueError(f"its headers have {len(text)} characters, more than {LONGEST_HEADERS}")
     headers = None if type(text) is Undecodable else json.loads(text)
     if type(headers) is not dict:
         raise ValueError("its headers are no JSON object")
     for value in headers.values():
         if type(value) is not str:
             raise ValueError("a header's value is no text")
+        if not value.isascii():
+            _check_unicode(value, "a header's value")
+    for name in headers:
+        if not name.isascii():
+            _check_unicode(name, "a header's name")
     return headers
 
 
 def _as_ids(text: str) -> list[str]:
+    if len(text) > LONGEST_IDS:
+        raise ValueError(f"its tracking ids have {len(text)} characters, more than {LONGEST_IDS}")
     ids = None if type(text) is Undecodable else json.loads(text)
     if type(ids) is not list:
         raise ValueError("its tracking ids are no JSON list")
     for id in ids:
         if type(id) is not str:
             raise ValueError("a tracking id is no text")
+        if not id.isascii():
+            _check_unicode(id, "a tracking id")
     return ids
+
+
+def _check_unicode(text: str, what: str) -> None:
+    """JSON can name half a character, which nothing can carry on."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as cause:
+        raise ValueError(f"{what} is not valid Unicode: {cause}") from cause
 
 
 def as_attempts(rows: Sequence[Sequence[Any]]) -> tuple[list[Attempt], dict[int, Dead]]:
@@ -206,12 +251,12 @@ def as_dead_letter(row: Any) -> DeadLetter:
     return DeadLetter(
         id=row.id,
         message=message,
-        queue=row.destination or None,
+        queue=as_shown(row.destination) or None,
         reason=_readable_or(lambda: Reason(row.reason), Reason.UNDECODABLE),
-        error=row.error or unreadable,
+        error=as_shown(row.error) or unreadable,
         attempt_count=attempts,
         crash_count=max(0, starts - attempts),
-        history=row.history or "",
+        history=as_shown(row.history),
         died_at=as_utc(row.died_at),
     )
 
@@ -226,15 +271,15 @@ def as_stored(row: Any, now: datetime) -> StoredMessage:
         row_id=row.id,
         message=message,
         state=_state(row),
-        queue=row.destination or None,
+        queue=as_shown(row.destination) or None,
         due_at=as_utc(row.due_at or EARLIEST),
         routed_at=as_utc(row.routed_at) if row.routed_at else None,
         leased_until=leased_until if leased else None,
         done_at=as_utc(row.done_at) if row.done_at else None,
         attempt_count=attempts,
         crash_count=max(0, starts - attempts - leased),
-        history=row.history or "",
-        timer_id=row.timer_id,
+        history=as_shown(row.history),
+        timer_id=as_shown(row.timer_id) or None,
         error=unreadable or None,
     )
 
@@ -247,18 +292,23 @@ def as_stored_dead_letter(row: Any) -> StoredMessage:
         row_id=row.id,
         message=message,
         state="dead",
-        queue=row.destination or None,
+        queue=as_shown(row.destination) or None,
         due_at=as_utc(row.due_at or EARLIEST),
         routed_at=as_utc(row.routed_at) if row.routed_at else None,
         leased_until=None,
         done_at=as_utc(row.died_at),
         attempt_count=attempts,
         crash_count=max(0, starts - attempts),
-        history=row.history or "",
-        timer_id=row.timer_id,
-        reason=row.reason,
-        error=row.error or unreadable,
+        history=as_shown(row.history),
+        timer_id=as_shown(row.timer_id) or None,
+        reason=as_shown(row.reason),
+        error=as_shown(row.error) or unreadable,
     )
+
+
+def as_shown(value: Any) -> str:
+    """A text for people. In SQLite another program may have stored bytes or a number in its place."""
+    return value if isinstance(value, str) else "" if value is None else str(value)
 
 
 def _shown(row: Any) -> tuple[Message, str]:
@@ -291,12 +341,6 @@ def _readable_or(read: Callable[[], T], otherwise: T) -> T:
 
 def _number(value: Any) -> int:
     return value if type(value) is int else 0
-
-
-def history_line(what: str, error: str) -> str:
-    """One line of a message's history: when, what, why. The clock is this process's, for people only."""
-    first_line = next(iter(error.splitlines()), "")
-    return f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S}Z {what}: {first_line[:1000]}\n"
 
 
 def as_utc(value: datetime) -> datetime:

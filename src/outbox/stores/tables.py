@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
 
 from sqlalchemy import (
     BigInteger,
     Boolean,
     Column,
     ColumnElement,
+    Computed,
     DateTime,
     Identity,
     Index,
@@ -56,11 +59,57 @@ LONGEST_TABLE = 40  # bytes; PostgreSQL cuts names at 63, and the longest derive
 LONGEST_SCHEMA = 63
 
 
-def _text(length: int | None = None) -> TypeEngine[str]:
-    return compared_as_text(Text() if length is None else String(length))
+Condition = ColumnElement[bool] | TextClause
 
 
-_id = BigInteger().with_variant(Integer, "sqlite")
+class TableShapes:
+    """What the tables are made of where databases differ. This is enough for one without partial indexes."""
+
+    def id_type(self) -> TypeEngine[int]:
+        """Of numbers that the database gives to rows."""
+        return BigInteger().with_variant(Integer, "sqlite")
+
+    def time_type(self) -> TypeEngine[datetime]:
+        """Of times, to the microsecond."""
+        return DateTime(timezone=True)
+
+    def text_type(self, length: int | None = None) -> TypeEngine[str]:
+        """Of texts, of so many characters at most."""
+        return compared_as_text(Text() if length is None else String(length))
+
+    def bytes_type(self) -> TypeEngine[bytes]:
+        """Of bodies, which may have many megabytes."""
+        return LargeBinary()
+
+    def index(self, table: Table, name: str, where: Condition, *columns: ColumnElement[Any]) -> None:
+        """An index for rows of which a condition holds; it may hold all others too."""
+        Index(f"{table.name}_{name}", *columns)
+
+    def unique_while(self, table: Table, name: str, where: str, column: Column[Any]) -> None:
+        """Let a value be there once among the rows of which a condition holds, and as often as it likes elsewhere.
+
+        By a column that the database computes. It is NULL in all other rows, and NULL is no duplicate of NULL.
+        """
+        once = Column(
+            f"{name}_once", column.type, Computed(f"CASE WHEN {where} THEN {column.name} END", persisted=True)
+        )
+        table.append_column(once)
+        Index(f"{table.name}_{name}", once, unique=True)
+
+
+class PartialIndexes(TableShapes):
+    """For PostgreSQL and SQLite: indexes that hold no more rows than they are for."""
+
+    def index(self, table: Table, name: str, where: Condition, *columns: ColumnElement[Any]) -> None:
+        Index(f"{table.name}_{name}", *columns, postgresql_where=where, sqlite_where=where)
+
+    def unique_while(self, table: Table, name: str, where: str, column: Column[Any]) -> None:
+        # For PostgreSQL with its type, so that no operator of another role fits better than its own.
+        typed, untyped = text(where.replace("destination", "destination::text")), text(where)
+        Index(f"{table.name}_{name}", column, unique=True, postgresql_where=typed, sqlite_where=untyped)
+
+
+PARTIAL_INDEXES = PartialIndexes()
 
 
 @dataclass(frozen=True)
@@ -77,47 +126,47 @@ class Tables:
     owners: Table
 
     @classmethod
-    def named(cls, table_name: str, schema: str | None = None) -> Tables:
-        """The tables of the outbox called `table_name`."""
+    def named(cls, table_name: str, schema: str | None = None, shapes: TableShapes = PARTIAL_INDEXES) -> Tables:
+        """The tables of the outbox called `table_name`, as a database makes them."""
         check_identifier(table_name, "table_name", LONGEST_TABLE)
         if schema is not None:
             check_identifier(schema, "schema", LONGEST_SCHEMA)
         metadata = MetaData(schema=schema)
         return cls(
             metadata=metadata,
-            messages=_messages(metadata, table_name),
-            dead_letters=_dead_letters(metadata, table_name),
+            messages=_messages(metadata, table_name, shapes),
+            dead_letters=_dead_letters(metadata, table_name, shapes),
             bindings=Table(
                 f"{table_name}_bindings",
                 metadata,
-                Column("queue", _text(255), primary_key=True),
-                Column("binding_key", _text(255), primary_key=True),
+                Column("queue", shapes.text_type(255), primary_key=True),
+                Column("binding_key", shapes.text_type(255), primary_key=True),
             ),
-            inbox=_inbox(metadata, table_name),
+            inbox=_inbox(metadata, table_name, shapes),
             state=Table(
                 f"{table_name}_state",
                 metadata,
                 # Row 1 holds the transport and the version, row 2 the sleepers, so that nobody waits for the other.
                 Column("id", Integer, primary_key=True, autoincrement=False),
-                Column("transport", _text(64)),
+                Column("transport", shapes.text_type(64)),
                 Column("bindings_version", BigInteger, nullable=False),
-                Column("asleep_until", DateTime(timezone=True)),  # somebody waits for a wake-up until then
+                Column("asleep_until", shapes.time_type()),  # somebody waits for a wake-up until then
             ),
             circuits=Table(
                 f"{table_name}_circuits",
                 metadata,
-                Column("destination", _text(255), primary_key=True),
-                Column("state", _text(16), nullable=False),
+                Column("destination", shapes.text_type(255), primary_key=True),
+                Column("state", shapes.text_type(16), nullable=False),
                 Column("failures", Integer, nullable=False),
-                Column("paused_until", DateTime(timezone=True)),  # while it is probed: the end of the probe's lease
-                Column("error", _text(), nullable=False),
-                Column("refusing_since", DateTime(timezone=True)),  # it answers, and takes nothing
+                Column("paused_until", shapes.time_type()),  # while it is probed: the end of the probe's lease
+                Column("error", shapes.text_type(), nullable=False),
+                Column("refusing_since", shapes.time_type()),  # it answers, and takes nothing
             ),
             owners=Table(
                 f"{table_name}_owners",
                 metadata,
-                Column("queue", _text(255), primary_key=True),  # empty: the transport's row
-                Column("owner", _text(), nullable=False),  # a service; in the transport's row its address
+                Column("queue", shapes.text_type(255), primary_key=True),  # empty: the transport's row
+                Column("owner", shapes.text_type(), nullable=False),  # a service; in the transport's row its address
             ),
         )
 
@@ -128,68 +177,67 @@ class Tables:
         return STORAGE if table in (self.dead_letters, self.inbox) else {}
 
 
-def message_columns() -> list[Column[object]]:
+def message_columns(shapes: TableShapes = PARTIAL_INDEXES) -> list[Column[object]]:
     """What a message and a dead letter both keep."""
     return [
-        Column("created_at", DateTime(timezone=True), nullable=False),
-        Column("expires_at", DateTime(timezone=True)),
-        Column("due_at", DateTime(timezone=True), nullable=False),
-        Column("first_due_at", DateTime(timezone=True)),  # what `due_at` was before it was put off
-        Column("routed_at", DateTime(timezone=True)),
+        Column("created_at", shapes.time_type(), nullable=False),
+        Column("expires_at", shapes.time_type()),
+        Column("due_at", shapes.time_type(), nullable=False),
+        Column("first_due_at", shapes.time_type()),  # what `due_at` was before it was put off
+        Column("routed_at", shapes.time_type()),
         Column("attempts", Integer, nullable=False, server_default="0"),  # tries that ended
         Column("starts", Integer, nullable=False, server_default="0"),  # tries that began
-        Column("destination", _text(255), nullable=False, server_default=NOT_ROUTED),
-        Column("routing_key", _text(255), nullable=False),
-        Column("key", _text(255)),
-        Column("message_id", _text(255), nullable=False),
-        Column("timer_id", _text(255)),
-        Column("content_type", _text(255), nullable=False),
-        Column("tracking_ids", _text()),  # JSON, without the message's own id
-        Column("headers", _text()),  # JSON
-        Column("history", _text()),  # a line for each failed attempt
-        Column("body", LargeBinary, nullable=False),
+        Column("destination", shapes.text_type(255), nullable=False, server_default=NOT_ROUTED),
+        Column("routing_key", shapes.text_type(255), nullable=False),
+        Column("key", shapes.text_type(255)),
+        Column("message_id", shapes.text_type(255), nullable=False),
+        Column("timer_id", shapes.text_type(255)),
+        Column("content_type", shapes.text_type(255), nullable=False),
+        Column("tracking_ids", shapes.text_type()),  # JSON, without the message's own id
+        Column("headers", shapes.text_type()),  # JSON
+        Column("history", shapes.text_type()),  # a line for each failed attempt
+        Column("body", shapes.bytes_type(), nullable=False),
     ]
 
 
 MESSAGE_COLUMNS = tuple(column.name for column in message_columns())
 
 
-def _messages(metadata: MetaData, name: str) -> Table:
+def _messages(metadata: MetaData, name: str, shapes: TableShapes) -> Table:
     table = Table(
         name,
         metadata,
-        Column("id", _id, Identity(), primary_key=True),
-        Column("done_at", DateTime(timezone=True)),  # sent by a relay or handled by a worker, and kept
-        Column("lease_until", DateTime(timezone=True)),
+        Column("id", shapes.id_type(), Identity(), primary_key=True),
+        Column("done_at", shapes.time_type()),  # sent by a relay or handled by a worker, and kept
+        Column("lease_until", shapes.time_type()),
         Column("lease_token", Uuid),
         Column("unroutable", Boolean, nullable=False, server_default=false()),
-        *message_columns(),
+        *message_columns(shapes),
         sqlite_autoincrement=True,
         postgresql_using=_tuned(MESSAGES_STORAGE),
     )
     columns = table.c
     # No index holds what a lease changes, so that PostgreSQL writes leases in place (HOT).
-    _index("claim", table, columns.done_at.is_(None), columns.destination, columns.due_at, columns.id)
-    _index("done", table, columns.done_at.is_not(None), columns.done_at)
-    _index("expiry", table, columns.expires_at.is_not(None), columns.expires_at)
+    shapes.index(table, "claim", columns.done_at.is_(None), columns.destination, columns.due_at, columns.id)
+    shapes.index(table, "done", columns.done_at.is_not(None), columns.done_at)
+    shapes.index(table, "expiry", columns.expires_at.is_not(None), columns.expires_at)
     # As text, because Alembic writes a condition that is nothing but a column in a way that SQLAlchemy cannot read.
-    _index("unroutable", table, text("unroutable"), columns.id)
-    waits = "timer_id IS NOT NULL AND {} = '' AND done_at IS NULL"
-    # For PostgreSQL with its type, so that no operator of another role fits better than its own.
-    typed, untyped = text(waits.format("destination::text")), text(waits.format("destination"))
-    _index("timer", table, untyped, columns.timer_id, unique=True, on_postgresql=typed)
+    shapes.index(table, "unroutable", text("unroutable"), columns.id)
+    shapes.unique_while(
+        table, "timer", "timer_id IS NOT NULL AND destination = '' AND done_at IS NULL", columns.timer_id
+    )
     return table
 
 
-def _dead_letters(metadata: MetaData, name: str) -> Table:
+def _dead_letters(metadata: MetaData, name: str, shapes: TableShapes) -> Table:
     table = Table(
         f"{name}_dead_letters",
         metadata,
-        Column("id", _id, Identity(), primary_key=True),
-        Column("died_at", DateTime(timezone=True), nullable=False),
-        Column("reason", _text(32), nullable=False),
-        Column("error", _text(), nullable=False),
-        *message_columns(),
+        Column("id", shapes.id_type(), Identity(), primary_key=True),
+        Column("died_at", shapes.time_type(), nullable=False),
+        Column("reason", shapes.text_type(32), nullable=False),
+        Column("error", shapes.text_type(), nullable=False),
+        *message_columns(shapes),
         sqlite_autoincrement=True,
         postgresql_using=_tuned(STORAGE),
     )
@@ -197,29 +245,17 @@ def _dead_letters(metadata: MetaData, name: str) -> Table:
     return table
 
 
-def _inbox(metadata: MetaData, name: str) -> Table:
+def _inbox(metadata: MetaData, name: str, shapes: TableShapes) -> Table:
     table = Table(
         f"{name}_inbox",
         metadata,
-        Column("queue", _text(255), primary_key=True),
-        Column("message_id", _text(255), primary_key=True),
-        Column("entered_at", DateTime(timezone=True), nullable=False),
+        Column("queue", shapes.text_type(255), primary_key=True),
+        Column("message_id", shapes.text_type(255), primary_key=True),
+        Column("entered_at", shapes.time_type(), nullable=False),
         postgresql_using=_tuned(STORAGE),
     )
     Index(f"{table.name}_entered", table.c.entered_at)
     return table
-
-
-def _index(
-    name: str,
-    table: Table,
-    where: ColumnElement[bool] | TextClause,
-    *columns: ColumnElement[object],
-    unique: bool = False,
-    on_postgresql: TextClause | None = None,
-) -> None:
-    typed = where if on_postgresql is None else on_postgresql
-    Index(f"{table.name}_{name}", *columns, unique=unique, postgresql_where=typed, sqlite_where=where)
 
 
 def check_identifier(name: str, what: str, longest: int) -> None:

@@ -6,12 +6,25 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 
+from outbox.stores.tables import NOT_ROUTED
+
 
 class Wakeup:
     """A bell for each destination. Ringing one that nobody waits for is remembered for the next wait."""
 
     def __init__(self) -> None:
         self._bells: dict[asyncio.AbstractEventLoop, dict[str, asyncio.Event]] = {}  # of each event loop
+
+    def announce(self, *destinations: str | None) -> None:
+        """There may be work for these destinations: end sleeps here, and in other processes where that can be."""
+        for destination in destinations:
+            self.ring(destination or NOT_ROUTED)
+
+    async def listen(self, longest: float) -> None:
+        """Be woken by other processes from now on, where that can be, for a sleep of so many seconds."""
+
+    async def close(self) -> None:
+        """Wake nobody any more."""
 
     def ring(self, destination: str) -> None:
         """End the sleep of whoever waits for this destination. Safe to call from any thread."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-AIM = 8 * 1024 * 1024  # bytes of bodies in a claim
+AIM = 8 * 1024 * 1024  # bytes of bodies, headers and tracking ids in a claim
 SMALLEST_AIM = 64 * 1024  # the same after claims that were not fetched in time
 QUICK = 10.0  # seconds: after a claim that was as large as it might be and took no longer, the aim doubles
 
@@ -26,7 +26,7 @@ class Weight:
 
     @property
     def most(self) -> int:
-        """Bytes of bodies in the next claim; a message that is larger comes alone."""
+        """Bytes of the next claim; a message that is larger comes alone."""
         return self._aim
 
     def limit(self, wanted: int) -> int:

@@ -10,13 +10,11 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, DateTime, Float, case, literal, select, update
 
-from outbox.core.durations import Seconds, as_delay
+from outbox.core.durations import EARLIEST, Seconds, as_delay
 from outbox.instance import Outbox
-from outbox.stores.heads import BEGINNING
 from outbox.stores.rows import as_seconds
 from outbox.stores.sql import SqlStore
 from outbox.testing.sql import may_write, sql_store
-from outbox.transports.memory import MemoryTransport
 
 
 async def advance(outbox: Outbox, by: Seconds) -> None:
@@ -25,10 +23,9 @@ async def advance(outbox: Outbox, by: Seconds) -> None:
     if outbox.engines.configured:
         store = sql_store(outbox.store)
         await may_write(store)
-        destinations = await store.transact(lambda connection: _age(connection, store, as_seconds(delay)))
-        store.announce(*destinations)
-    if isinstance(outbox.transport, MemoryTransport):
-        outbox.transport.advance(delay)
+        destinations = await store.runner.transact(lambda connection: _age(connection, store, as_seconds(delay)))
+        store.queues.announce(*destinations)
+    outbox.transport.advance(delay)
 
 
 def _age(connection: Connection, store: SqlStore, seconds: float) -> list[str]:
@@ -40,11 +37,11 @@ def _age(connection: Connection, store: SqlStore, seconds: float) -> list[str]:
             connection.execute(
                 update(table).values({column.name: _earlier(store, column, seconds) for column in times})
             )
-    return list(connection.scalars(select(store.messages.c.destination).distinct()))
+    return list(connection.scalars(select(store.tables.messages.c.destination).distinct()))
 
 
 def _earlier(store: SqlStore, column: ColumnElement[Any], seconds: float) -> ColumnElement[Any]:
     """That much earlier, but no earlier than anybody looks for due messages."""
-    earlier = store.later(column, literal(-seconds, Float))
-    beginning = literal(BEGINNING, DateTime(timezone=True))
+    earlier = store.dialect.later(column, literal(-seconds, Float))
+    beginning = literal(EARLIEST, DateTime(timezone=True))
     return case((earlier < beginning, beginning), else_=earlier)

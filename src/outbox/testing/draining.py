@@ -15,16 +15,14 @@ from outbox.core.errors import ConfigurationError
 from outbox.core.listener import Listener, check_listeners
 from outbox.core.transport import Delivery, Transport
 from outbox.inbound.threads import Threads
-from outbox.inbound.worker import LAST_WORDS
+from outbox.inbound.worker import CANCELLED_ENDS_WITHIN
 from outbox.instance import Outbox
+from outbox.lifecycle import open_store
 from outbox.outbound.relay import Round
 from outbox.testing.clock import advance
 from outbox.testing.report import Drained, NotDrained, Tally
-from outbox.testing.sources import MemorySource, Rest, Source, StoredSource, StoreSource
+from outbox.testing.sources import DueSource, MemorySource, Rest, StoredSource, StoreSource
 from outbox.testing.sql import may_write, sql_store
-from outbox.transports.database import DatabaseTransport
-from outbox.transports.memory import MemoryTransport
-from outbox.transports.routes import Routes
 
 AT_MOST = 1000  # attempts
 WITHIN = 60.0  # seconds of real time
@@ -46,19 +44,19 @@ async def drain(
     _check(transport, listeners)
     tally = Tally()
     async with AsyncExitStack() as stack:
-        stack.enter_context(outbox._observe.joined_by(tally))
-        await stack.enter_async_context(outbox._at_work())
+        stack.enter_context(outbox._parts.observe.joined_by(tally))
+        await stack.enter_async_context(outbox._lifecycle.at_work(outbox._parts))
         if outbox.engines.configured:
             await may_write(outbox.store)
-            await outbox._open_store(transport)
+            await open_store(outbox._parts, transport)
         stack.push_async_callback(transport.close)
         await transport.open()
-        if isinstance(transport, Routes):
-            await outbox._relays.bind(transport)
+        if transport.routes:
+            await outbox._parts.relays.bind(transport)
         if listeners:
             await transport.declare(listeners)
         if stored := [listener for listener in listeners if listener.store_first]:
-            await outbox.store.bind([listener.binding for listener in stored])
+            await outbox.store.queues.bind([listener.binding for listener in stored])
         threads = Threads(max(1, len(listeners)))
         stack.callback(threads.shutdown)
         draining = Draining(outbox, listeners, threads, tally, at_most=at_most, within=within)
@@ -80,7 +78,7 @@ class Draining:
     ) -> None:
         transport = outbox.transport
         self._outbox = outbox
-        self._handlings = {listener: outbox._workers.handling(listener, threads) for listener in listeners}
+        self._handlings = {listener: outbox._parts.workers.handling(listener, threads) for listener in listeners}
         self._queues = [listener.queue for listener in listeners]
         self._tally = tally
         self._at_most = at_most
@@ -89,13 +87,13 @@ class Draining:
         self._taken = 0
         self._passed = NO_DELAY
         self._buried: dict[DeadLetters, int] = {}
-        self._memory = transport if isinstance(transport, MemoryTransport) else None
+        self._memory = transport if transport.features.consumes and not transport.features.in_store else None
         self._rest: Rest | None = None
         self._rounds: list[Round] = []
         if outbox.engines.configured:
-            routes = [route.name for route in transport.routes] if isinstance(transport, Routes) else []
+            routes = [route.name for route in transport.routes]
             self._rest = Rest(sql_store(outbox.store), [*self._queues, *routes])
-            self._rounds = outbox._relays.rounds(transport)
+            self._rounds = outbox._parts.relays.rounds(transport)
 
     async def run(self, raise_errors: bool, ahead: timedelta | None) -> Drained:
         """Do everything that is due, then move the clock to what is due next, until there is no next."""
@@ -134,7 +132,7 @@ class Draining:
             raise self._tally.errors[failures]
         return True
 
-    def _source(self, listener: Listener) -> Source:
+    def _source(self, listener: Listener) -> DueSource:
         if self._memory is None:
             return StoreSource(sql_store(self._outbox.store))
         return (
@@ -152,7 +150,7 @@ class Draining:
         finally:
             if not handling.done():
                 handling.cancel(ABANDONED)
-                await asyncio.wait([handling], timeout=LAST_WORDS)
+                await asyncio.wait([handling], timeout=CANCELLED_ENDS_WITHIN)
         if handling.cancelled() or not handling.done():
             raise self._not_drained(f"the listener of {listener.queue!r} did not end within {self._within:g} s")
         handling.result()
@@ -227,7 +225,7 @@ class Draining:
 def _check(transport: Transport, listeners: Sequence[Listener]) -> None:
     if listeners:
         check_listeners(listeners)
-    if transport.features.consumes and not isinstance(transport, DatabaseTransport | MemoryTransport):
+    if transport.features.consumes and not transport.features.movable_clock:
         raise ConfigurationError(
             f"the transport {transport.name!r} keeps a time of its own, which nobody can move: drain an outbox without "
             'a transport, or with transport="memory://"'

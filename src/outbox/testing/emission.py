@@ -14,9 +14,9 @@ from outbox.core import body as bodies
 from outbox.core.durations import NO_DELAY, Eta, Seconds, as_due, as_lifetime
 from outbox.core.errors import TransactionError
 from outbox.core.message import Message
-from outbox.outbound.callers import CallersTransaction, SessionTransaction, at_once, awaited
-from outbox.outbound.connections import AnySession, PlainSession
-from outbox.outbound.written import Writing, written
+from outbox.outbound.sessions.lookup import transaction_of
+from outbox.outbound.sessions.session_types import AnySession, PlainSession
+from outbox.outbound.sessions.transaction import CallersTransaction, SqlalchemyTransaction, WrittenMessages, written
 from outbox.stores.rows import as_message
 from outbox.testing.sql import sql_store
 
@@ -59,16 +59,17 @@ class Emission:
 
 async def emitted(session: AnySession) -> list[Emission]:
     """What the session's open transaction has emitted so far, in this order. Nothing after its commit or rollback."""
-    return await awaited(session, _emitted)
+    transaction = transaction_of(session, awaits=True)
+    return await transaction.run(_emitted, transaction)
 
 
 def emitted_sync(session: PlainSession) -> list[Emission]:
     """`emitted` for callers without an event loop."""
-    return at_once(session, _emitted)
+    return _emitted(transaction_of(session, awaits=False))
 
 
 def _emitted(transaction: CallersTransaction) -> list[Emission]:
-    if not isinstance(transaction, SessionTransaction):
+    if not isinstance(transaction, SqlalchemyTransaction):
         raise TransactionError("only SQLAlchemy's sessions and connections know what their transaction has emitted")
     connection = _connection(transaction.session)
     if connection is None:
@@ -85,7 +86,7 @@ def _connection(session: Session | Connection) -> Connection | None:
     return session.bind if isinstance(session.bind, Connection) else None
 
 
-def _stored(connection: Connection, writing: Writing) -> Iterator[Emission]:
+def _stored(connection: Connection, writing: WrittenMessages) -> Iterator[Emission]:
     """Those that are still there: a savepoint may have taken them back, and timers are cancelled."""
     schedule = writing.schedule
     messages = _messages(connection, writing)
@@ -105,9 +106,9 @@ def _stored(connection: Connection, writing: Writing) -> Iterator[Emission]:
             )
 
 
-def _messages(connection: Connection, writing: Writing) -> dict[str, Message]:
+def _messages(connection: Connection, writing: WrittenMessages) -> dict[str, Message]:
     store = sql_store(writing.store)
-    table, connection = store.messages, store.on(connection)
+    table, connection = store.tables.messages, store.callers.on(connection)
     found: dict[str, Message] = {}
     for ids in _in_parts(writing.message_ids):
         # Not session.execute(): asking shall not flush.

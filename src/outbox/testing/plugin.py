@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from outbox.instance import Outbox
-from outbox.testing.servers import postgresql
 
 # Whoever inherits a contract is told what its assertions compared.
 pytest.register_assert_rewrite(
@@ -21,6 +20,8 @@ pytest.register_assert_rewrite(
 @pytest.fixture(scope="session")
 def outbox_postgresql_url() -> Iterator[str]:
     """A PostgreSQL for the whole run, private unless OUTBOX_TEST_POSTGRESQL_URL names one; the URL names no driver."""
+    from outbox.testing.servers import postgresql  # a thousand lines that only a test with a server needs
+
     with postgresql() as server:
         yield server.url
 

@@ -17,8 +17,8 @@ import pytest
 from outbox.core.durations import LATEST, OLDEST
 from outbox.core.errors import ConfigurationError
 from outbox.core.message import Message
-from outbox.core.transport import Published, Reporting, Transport
-from outbox.testing.transport_contract import SOON, listener, message
+from outbox.core.transport import Published, Transport
+from outbox.testing.transport.cases import SOON, check_declared_features, listener, message
 
 REFUSED = "order.refused"  # routing keys that a destination treats badly
 IGNORED = "order.ignored"
@@ -69,6 +69,9 @@ class PublishingContract:
     async def test_it_has_a_name_of_one_word(self, transport: Transport) -> None:
         assert transport.name.isidentifier()
 
+    async def test_its_features_say_what_it_can_do(self, transport: Transport) -> None:
+        check_declared_features(transport)
+
     async def test_what_is_confirmed_has_arrived(self, transport: Transport, destination: Destination) -> None:
         sent = [message(body=str(number).encode()) for number in range(100)]
         published = await transport.publish(sent)
@@ -98,11 +101,11 @@ class PublishingContract:
     async def test_what_is_answered_is_reported_before_the_rest_is_given_up(
         self, transport: Transport, destination: Destination
     ) -> None:
-        if not isinstance(transport, Reporting):
+        if not transport.features.reports_answers:
             pytest.skip("it tells all answers at once")
         sent = [message(IGNORED), message(), message(REFUSED)]
         told: asyncio.Queue[Published] = asyncio.Queue()
-        publishing = asyncio.create_task(transport.publish_and_report(sent, told.put_nowait))
+        publishing = asyncio.create_task(transport.publish(sent, told.put_nowait))
         async with asyncio.timeout(SOON):
             first, second = await told.get(), await told.get()
             assert not publishing.done()

@@ -18,5 +18,5 @@ def sql_store(store: Store) -> SqlStore:
 
 async def may_write(store: Store) -> None:
     """TransactionError where this very task has a transaction open that our own writes would wait for in vain."""
-    async with store.turn():
+    async with store.transactions.turn():
         pass

@@ -3,52 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from outbox.core.cancellation import cancelled_from_outside
-from outbox.core.errors import ConfigurationError
-from outbox.core.listener import Listener
 from outbox.core.message import Message
-from outbox.core.transport import Delivery, Features, Published, Refusal, Report
+from outbox.core.transport import Features, Published, Refusal, Report, Transport, unreported
 
-WITHIN = 20.0  # seconds for one message; less than the relay gives to the whole batch
+CALLED_WITHIN = 20.0  # seconds for one message; less than the relay gives to the whole batch
 
 
-class FunctionTransport:
+class FunctionTransport(Transport):
     """Returning means sent, raising means not sent."""
 
     name = "function"
-    features = Features(consumes=False, delays=False, keeps_dead_letters=False)
-    dead_letters = None
+    features = Features(consumes=False, delays=False, keeps_dead_letters=False, reports_answers=True)
 
     def __init__(self, publish: Callable[[Message], Awaitable[object]]) -> None:
         self._publish = publish
         self._answered_at = float("-inf")  # when it last returned or raised, by the loop's clock
+        name: str = getattr(publish, "__name__", "")
+        self.route = name if name.isidentifier() else None
+        named = publish if hasattr(publish, "__qualname__") else type(publish)
+        self.address = f"{named.__module__}.{named.__qualname__}"  # two functions of one name are two
 
-    @property
-    def route(self) -> str:
-        """The function's own name."""
-        name = getattr(self._publish, "__name__", "")
-        if not name.isidentifier():
-            raise ConfigurationError("a function without a name cannot be a route: write it with `async def`")
-        return name
-
-    @property
-    def address(self) -> str:
-        """Its module and name: two functions of one name are two."""
-        named = self._publish if hasattr(self._publish, "__qualname__") else type(self._publish)
-        return f"{named.__module__}.{named.__qualname__}"
-
-    async def open(self) -> None:
-        """The function connects by itself."""
-
-    async def close(self) -> None:
-        """And so it closes."""
-
-    async def publish(self, messages: Sequence[Message]) -> Published:
-        return await self.publish_and_report(messages, lambda published: None)
-
-    async def publish_and_report(self, messages: Sequence[Message], report: Report) -> Published:
+    async def publish(self, messages: Sequence[Message], report: Report = unreported) -> Published:
         silences: list[tuple[str, float, str]] = []  # a message without an answer, when it was asked about, and why
         answers = await asyncio.gather(*(self._one(message, report, silences) for message in messages))
         confirmed = frozenset[str]().union(*(answer.confirmed for answer in answers))
@@ -59,25 +37,20 @@ class FunctionTransport:
                 refused[id] = Refusal(f"{why}, while others were answered")
         return Published(confirmed, refused)
 
-    async def declare(self, listeners: Sequence[Listener]) -> None:
-        raise ConfigurationError("a function only publishes: a worker needs a transport that delivers")
-
-    def consume(self, listener: Listener, prefetch: int) -> AsyncIterator[Delivery]:
-        raise ConfigurationError("a function only publishes: a worker needs a transport that delivers")
-
     async def _one(self, message: Message, report: Report, silences: list[tuple[str, float, str]]) -> Published:
         now = asyncio.get_running_loop().time
         began = now()
         try:
-            async with asyncio.timeout(WITHIN):
+            async with asyncio.timeout(CALLED_WITHIN):
                 await self._publish(message)
         except TimeoutError as error:
-            silences.append((message.id, began, str(error) or f"no answer within {WITHIN:g} s"))
+            silences.append((message.id, began, str(error) or f"no answer within {CALLED_WITHIN:g} s"))
             return Published()  # in doubt, if all others are: the destination may be away
         except asyncio.CancelledError:
             if cancelled_from_outside():
                 raise
             # A client library that dies cancels what it was doing: in doubt, which means published again.
+            silences.append((message.id, began, "the function was cancelled"))
             return Published()
         except Exception as error:  # noqa: BLE001 - whatever it raises means: not sent
             answer = Published(refused={message.id: Refusal(f"{type(error).__name__}: {error}")})

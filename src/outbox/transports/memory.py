@@ -17,23 +17,34 @@ from outbox.core.attempt import Attempt, Dead, Done, Outcome, Reason, Released, 
 from outbox.core.binding import Binding, Bindings
 from outbox.core.dead_letter import FIRST_OF_QUEUES, DeadLetter, DeadLetters, Filter, clean
 from outbox.core.errors import NotFound
-from outbox.core.landing import Landing
 from outbox.core.listener import Listener
 from outbox.core.message import Message
-from outbox.core.transport import Defaults, Features, Published, Refusal
+from outbox.core.settlement import Settlement
+from outbox.core.transport import (
+    Consumer,
+    Defaults,
+    Delivery,
+    Features,
+    Published,
+    Refusal,
+    Report,
+    Transport,
+    unreported,
+)
 
 _BEGINNING = datetime(1970, 1, 1, tzinfo=UTC)  # nothing becomes older
 
 
-class MemoryTransport:
+class MemoryTransport(Transport):
     """Topic bindings, delays and dead letters without a broker."""
 
     name = "memory"
-    features = Features()
+    features = Features(movable_clock=True)
+    dead_letters: MemoryDeadLetters
 
     def __init__(self) -> None:
         self._bindings: set[Binding] = set()
-        self._queues: defaultdict[str, _Queue] = defaultdict(lambda: _Queue(self))
+        self._queues: defaultdict[str, _MemoryQueue] = defaultdict(lambda: _MemoryQueue(self))
         self._ids = itertools.count(1)
         self.published: list[Message] = []  # everything ever confirmed, for assertions
         self.dead_letters = MemoryDeadLetters(self)
@@ -43,13 +54,10 @@ class MemoryTransport:
         """`memory://`"""
         return cls()
 
-    async def open(self) -> None:
-        """Nothing to connect to."""
-
     async def close(self) -> None:
         """Messages stay, to be consumed by the next worker of this process."""
 
-    async def publish(self, messages: Sequence[Message]) -> Published:
+    async def publish(self, messages: Sequence[Message], report: Report = unreported) -> Published:
         bindings = Bindings(self._bindings)
         refused = {}
         for message in tuple(messages):  # they may be those of `published`
@@ -65,8 +73,8 @@ class MemoryTransport:
     async def declare(self, listeners: Sequence[Listener]) -> None:
         self._bindings.update(listener.binding for listener in listeners)
 
-    def consume(self, listener: Listener, prefetch: int) -> MemoryDeliveries:
-        return MemoryDeliveries(self._queues[listener.queue], listener.queue, prefetch)
+    def consume(self, listener: Listener, prefetch: int) -> MemoryConsumer:
+        return MemoryConsumer(self._queues[listener.queue], listener.queue, prefetch)
 
     def put(self, queue: str, message: Message) -> None:
         """A fresh attempt at the end of a queue."""
@@ -89,28 +97,21 @@ class MemoryTransport:
         self.dead_letters.age(by)
 
 
-class MemoryDelivery:
+class MemoryDelivery(Delivery):
     """An attempt taken from a queue in memory."""
 
-    def __init__(self, attempt: Attempt, queue_name: str, queue: _Queue, deliveries: MemoryDeliveries) -> None:
+    def __init__(self, attempt: Attempt, queue_name: str, queue: _MemoryQueue, deliveries: MemoryConsumer) -> None:
         self.attempt = attempt
         self._queue_name = queue_name
         self._queue = queue
         self._deliveries = deliveries
         self._settled = False
 
-    @property
-    def raw(self) -> Message:
-        return self.attempt.message
-
-    def completion(self) -> None:
-        return None
-
-    def settle(self, outcome: Outcome) -> Landing:
-        landing = Landing()
+    def settle(self, outcome: Outcome) -> Settlement:
+        settlement = Settlement()
         if self._settled:
-            landing.cancel()
-            return landing
+            settlement.cancel()
+            return settlement
         self._settled = True
         self._deliveries.settled()
         match outcome:
@@ -125,21 +126,18 @@ class MemoryDelivery:
                 self._queue.put_back(self.attempt)
             case _:
                 assert_never(outcome)
-        landing.set_result(True)
-        return landing
+        settlement.set_result(True)
+        return settlement
 
 
-class MemoryDeliveries:
+class MemoryConsumer(Consumer):
     """The deliveries of one queue."""
 
-    def __init__(self, queue: _Queue, queue_name: str, prefetch: int) -> None:
+    def __init__(self, queue: _MemoryQueue, queue_name: str, prefetch: int) -> None:
         self._queue = queue
         self._queue_name = queue_name
         self._prefetch = prefetch
         self._unsettled = 0
-
-    def __aiter__(self) -> MemoryDeliveries:
-        return self
 
     async def __anext__(self) -> MemoryDelivery:
         while (delivery := self.take()) is None:
@@ -158,15 +156,12 @@ class MemoryDeliveries:
             delivery.settle(Dead(Reason.EXPIRED))
         return None
 
-    async def aclose(self) -> None:
-        """Nothing is taken ahead, so there is nothing to give back."""
-
     def settled(self) -> None:
         self._unsettled -= 1
         self._queue.changed()
 
 
-class _Queue:
+class _MemoryQueue:
     def __init__(self, transport: MemoryTransport) -> None:
         self.transport = transport
         self._ready: deque[Attempt] = deque()

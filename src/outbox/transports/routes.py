@@ -3,36 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 from urllib.parse import urlsplit
 
-from outbox.core.binding import Binding, check_name
+from outbox.core.binding import check_name
 from outbox.core.errors import ConfigurationError
-from outbox.core.listener import Listener
+from outbox.core.events import Event, Observer, Recovered, Troubled
 from outbox.core.message import Message
-from outbox.core.transport import Delivery, Features, OnRoute, Published, Transport
+from outbox.core.outage import TRANSPORT
+from outbox.core.transport import Features, Published, Report, Route, Transport, unreported
 
 
-@dataclass(frozen=True)
-class Route:
-    """One destination. Its name is that of a queue in the table, from which a relay of its own takes."""
-
-    name: str
-    transport: Transport
-    binding_keys: tuple[str, ...]
-
-    @property
-    def bindings(self) -> list[Binding]:
-        return [Binding(self.name, binding_key) for binding_key in self.binding_keys]
-
-
-class Routes:
+class Routes(Transport):
     """The transport of an outbox with routes. It publishes nothing itself: each route's relay does."""
 
     name = "routes"
     features = Features(consumes=False, delays=False, keeps_dead_letters=False)
-    dead_letters = None
 
     def __init__(self, routes: Sequence[Route]) -> None:
         self.routes = tuple(routes)
@@ -54,26 +41,34 @@ class Routes:
             if isinstance(end, BaseException):
                 raise end
 
-    async def publish(self, messages: Sequence[Message]) -> Published:
+    async def publish(self, messages: Sequence[Message], report: Report = unreported) -> Published:
         raise ConfigurationError("with routes messages are stored for each destination first: run a relay")
 
-    async def declare(self, listeners: Sequence[Listener]) -> None:
-        raise ConfigurationError("routes only publish: a worker needs a transport that delivers")
 
-    def consume(self, listener: Listener, prefetch: int) -> AsyncIterator[Delivery]:
-        raise ConfigurationError("routes only publish: a worker needs a transport that delivers")
+class RouteObserver:
+    """Tells of a route's transport under the route's name: an outage of one destination is none of another."""
+
+    def __init__(self, observe: Observer) -> None:
+        self._observe = observe
+        self.route = ""  # known when the transport was made
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, Troubled | Recovered):
+            where = f"{event.where} of {self.route}"
+            of = {TRANSPORT: self.route, event.where: where}.get(event.outage_of or "", event.outage_of)
+            event = replace(event, where=where, outage_of=of)
+        self._observe(event)
 
 
 def route_name(value: object, transport: Transport) -> str:
     """What a route is called: as its transport says, or by the URL without what is secret or may change in it."""
-    if isinstance(transport, OnRoute):
-        name = transport.route
-    elif isinstance(value, str):
+    name = transport.route
+    if name is None and isinstance(value, str):
         name = url_without_secrets(value)
-    else:
+    if name is None:
         raise ConfigurationError(
-            f"a route to {type(value).__name__} has no name: give the transport an attribute `route`, which names its "
-            "messages in the table"
+            f"a route to {type(value).__name__} has no name: write a function with `async def`, or give the transport "
+            "an attribute `route`, which names its messages in the table"
         )
     check_name(name, "name of a route")
     return name

@@ -23,7 +23,7 @@ from outbox.cli.demo.stage import Stage
 from outbox.cli.documents import print_document
 from outbox.cli.exits import ExitCode, Failure
 from outbox.cli.targets import AsJson
-from outbox.settings import PREFIX
+from outbox.environment import PREFIX
 
 APPLICATION_ID = 0x6F757462  # in the file's header: it was made by this demo and may be replaced by the next one
 

@@ -12,7 +12,7 @@ from outbox.cli.demo import shop
 from outbox.cli.demo.ledger import LISTENERS, Plan, Witness
 from outbox.cli.demo.shop import CardDeclined, Order
 from outbox.cli.demo.stage import Stage
-from outbox.cli.demo.worker import Run, Worker
+from outbox.cli.demo.worker import DemoWorker, Run
 from outbox.cli.exits import ExitCode, Failure
 from outbox.cli.words import count, first_line
 
@@ -41,7 +41,7 @@ class Director:
         self._rolled_back: set[int] = set()
         self._runs: list[Run] = []
         self._replayed = 0
-        self._worker: Worker | None = None
+        self._worker: DemoWorker | None = None
 
     async def play(self) -> Plan:
         """The whole story, in order."""
@@ -87,8 +87,8 @@ class Director:
             self._show_progress()
         self._stage.say(f"{count(placed, 'order')} placed, {rolled_back} rolled back; {remark}")
 
-    async def _start_a_worker(self) -> Worker:
-        self._worker = await Worker.start()
+    async def _start_a_worker(self) -> DemoWorker:
+        self._worker = await DemoWorker.start()
         self._stage.say(f"worker {self._worker.pid} starts")
         return self._worker
 
@@ -125,7 +125,7 @@ class Director:
         self._end_of(worker)
         self._stage.say(f"all is handled; worker {worker.pid} stopped (SIGTERM), its exit code is {code}")
 
-    def _end_of(self, worker: Worker) -> None:
+    def _end_of(self, worker: DemoWorker) -> None:
         self._runs += worker.runs
         self._worker = None
 

@@ -13,7 +13,7 @@ Run = tuple[str, int]  # a listener, and the order it was run for
 _COMMAND = ("-m", "outbox", "worker", "outbox.cli.demo.shop:listeners", "--outbox", "outbox.cli.demo.shop:outbox")
 
 
-class Worker:
+class DemoWorker:
     """A process that can be killed."""
 
     def __init__(self, process: Process) -> None:

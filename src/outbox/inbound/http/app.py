@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
+from outbox.core.errors import described
 from outbox.core.events import Advised, Observer, RequestDeclined
-from outbox.inbound.http.answer import ACCEPTED, Answer, Declined, Receive, Scope, Send
 from outbox.inbound.http.intake import Intake
 from outbox.inbound.http.permission import permission
+from outbox.inbound.http.response import ACCEPTED, Declined, Receive, Response, Scope, Send
 
 _NOBODY_WORKS = (
     "nothing in this process handles what it stores: a mounted application has no lifespan of its own, so write "
@@ -49,18 +50,18 @@ class HttpApp:
             yield
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answer = await self._answer(scope, receive)
-        await answer.send(send)
+        response = await self._response(scope, receive)
+        await response.send(send)
 
-    async def _answer(self, scope: Scope, receive: Receive) -> Answer:
+    async def _response(self, scope: Scope, receive: Receive) -> Response:
         try:
             permitted = permission(scope)
             if permitted is not None:
                 return permitted
             await self._intake.take(scope, receive)
         except Declined as declined:
-            self._observe(RequestDeclined(declined.answer.status, declined.answer.line))
-            return declined.answer
+            self._observe(RequestDeclined(declined.response.status, declined.response.line))
+            return declined.response
         if not self._advised:
             self._advised = True
             self._observe(Advised("http_app", _NOBODY_WORKS))
@@ -78,6 +79,6 @@ class HttpApp:
             finally:
                 await self._close()
         except Exception as error:  # noqa: BLE001 - the server says it, and ends
-            await send({"type": f"lifespan.{step}.failed", "message": f"{type(error).__name__}: {error}"})
+            await send({"type": f"lifespan.{step}.failed", "message": described(error)})
         else:
             await send({"type": "lifespan.shutdown.complete"})

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field, replace
 
-from outbox.inbound.http.answer import Declined, Receive, Scope, not_now
 from outbox.inbound.http.request import too_large
+from outbox.inbound.http.response import Declined, Receive, Scope, not_now
 
 FIRST = 5.0  # seconds that a body has, however large
 LEAST_RATE = 16 * 1024  # bytes for which it has another second
-AGAIN = 1  # seconds after which a sender may try again what others displaced
+AFTER_DISPLACEMENT = 1  # seconds after which a sender may try again what others displaced
 
 
 @dataclass(slots=True, eq=False)
@@ -90,10 +90,12 @@ class Bodies:
 
     def _too_slow(self, reading: _Reading, scope: Scope) -> Declined:
         if reading.is_displaced:
-            declined = not_now("the request came slower than others, which took its place: send it again", AGAIN)
+            declined = not_now(
+                "the request came slower than others, which took its place: send it again", AFTER_DISPLACEMENT
+            )
         else:
             line = f"the request did not arrive within {self._within:g} s, or by less than {LEAST_RATE} bytes a second"
             declined = Declined(408, line)
         if scope.get("http_version", "1.1").startswith("1"):  # later versions have no such header
-            declined.answer = replace(declined.answer, headers={**declined.answer.headers, "connection": "close"})
+            declined.response = replace(declined.response, headers={**declined.response.headers, "connection": "close"})
         return declined

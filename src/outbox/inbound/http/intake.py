@@ -16,16 +16,16 @@ from outbox.core.events import Observer
 from outbox.core.listener import Listener
 from outbox.core.message import Message
 from outbox.core.store import DISCARD, Seal, Store
-from outbox.core.webhooks import ID, Claimed, Verified, claimed, header_id, verified
-from outbox.inbound.http.answer import Declined, Receive, Scope, not_now
+from outbox.core.webhooks import ID, ClaimedSignature, Verified, claimed, header_id, verified
 from outbox.inbound.http.bodies import Bodies
-from outbox.inbound.http.gathering import AGAIN, Gathering
+from outbox.inbound.http.options import HttpAppOptions
 from outbox.inbound.http.reading import read
-from outbox.inbound.http.request import MODES, Head, Mode, Request, head_of
-from outbox.inbound.http.terms import Terms
+from outbox.inbound.http.request import MODES, Mode, Request, RequestHead, head_of
+from outbox.inbound.http.request_storage import AFTER_OUTAGE, RequestPart, RequestStorage
+from outbox.inbound.http.response import Declined, Receive, Scope, not_now
 from outbox.inbound.inbox import Memory
 
-LATER = 1  # seconds after which a sender may try again what came while too many others were stored
+AFTER_CROWD = 1  # seconds after which a sender may try again what came while too many others were stored
 
 _IN_WORDS: Mapping[Mode, str] = {
     "structured": "a CloudEvent in structured mode",
@@ -47,7 +47,7 @@ class _Here:
     """What belongs to one event loop: nothing of another could be waited for."""
 
     bodies: Bodies
-    gatherings: dict[str, Gathering] = field(default_factory=dict)
+    storages: dict[str, RequestStorage] = field(default_factory=dict)
 
 
 class Intake:
@@ -56,7 +56,7 @@ class Intake:
     def __init__(
         self,
         listeners: Sequence[Listener],
-        terms: Terms,
+        options: HttpAppOptions,
         store: Callable[[], Store],
         memory: Memory,
         *,
@@ -64,32 +64,32 @@ class Intake:
         batch_size: int,
         observe: Observer,
     ) -> None:
-        self._terms = terms
+        self._options = options
         self._memory = memory
         self._unroutable = unroutable
         self._bindings = Bindings(listener.binding for listener in listeners)
         self._first_queue = listeners[0].queue
-        self._new_gathering = partial(Gathering, store, batch_size=batch_size, observe=observe)
+        self._new_storage = partial(RequestStorage, store, batch_size=batch_size, observe=observe)
         self._by_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, _Here] = WeakKeyDictionary()
         self._storing = 0  # requests
 
     async def take(self, scope: Scope, receive: Receive) -> None:
         """Returns when everything in the request is durable, or was before; raises Declined otherwise."""
-        head = head_of(scope, self._terms.max_request_size)
+        head = head_of(scope, self._options.max_request_size)
         claim = self._claimed(head)
         body = await self._here().bodies.read(scope, receive)
         request = Request(head.endpoint, head.path, head.headers, body)
         webhook = self._verified(claim, request)
-        found = read(request, webhook.id, self._terms.max_body_size)
-        seal = found.seal(webhook.marks) if self._terms.seals else None
+        found = read(request, webhook.id, self._options.max_body_size)
+        seal = found.seal(webhook.marks) if self._options.seals else None
         await self._store(self._by_queue(found.messages), seal)
 
-    def _claimed(self, head: Head) -> Claimed | None:
+    def _claimed(self, head: RequestHead) -> ClaimedSignature | None:
         """Decline what would be declined whatever the body is; what the request says of its signature."""
-        if head.mode not in self._terms.modes:
-            taken = " or ".join(_IN_WORDS[mode] for mode in MODES if mode in self._terms.modes)
+        if head.mode not in self._options.modes:
+            taken = " or ".join(_IN_WORDS[mode] for mode in MODES if mode in self._options.modes)
             raise Declined(415, f"{_IN_WORDS[head.mode]} is not taken here: send {taken}")
-        if self._terms.secrets is None:
+        if self._options.secrets is None:
             return None
         try:
             claim = claimed(head.headers, time.time())
@@ -99,12 +99,12 @@ class Intake:
             raise Declined(401, f"ce-id is not what was signed: in binary mode {ID} is the event's id, percent-encoded")
         return claim
 
-    def _verified(self, claim: Claimed | None, request: Request) -> Verified:
+    def _verified(self, claim: ClaimedSignature | None, request: Request) -> Verified:
         """The webhook's id, if it has one."""
-        if self._terms.secrets is None or claim is None:
+        if self._options.secrets is None or claim is None:
             return Verified(request.headers.get(ID, ""), ())
         try:
-            return verified(self._terms.secrets, claim, request.body)
+            return verified(self._options.secrets, claim, request.body)
         except SignatureInvalid as error:
             raise Declined(401, str(error)) from None
 
@@ -122,36 +122,36 @@ class Intake:
                 found.setdefault(queue, []).append(message)
         return found
 
-    def gathering(self, queue: str) -> Gathering:
+    def storage(self, queue: str) -> RequestStorage:
         """Where messages for a queue wait in this event loop."""
-        gatherings = self._here().gatherings
-        found = gatherings.get(queue)
+        storages = self._here().storages
+        found = storages.get(queue)
         if found is None:
-            found = gatherings[queue] = self._new_gathering(queue)
+            found = storages[queue] = self._new_storage(queue)
         return found
 
     def _here(self) -> _Here:
         loop = asyncio.get_running_loop()
         found = self._by_loop.get(loop)
         if found is None:
-            terms = self._terms
-            bodies = Bodies(largest=terms.max_request_size, most_at_once=terms.most_at_once, within=terms.timeout)
+            options = self._options
+            bodies = Bodies(largest=options.max_request_size, most_at_once=options.most_at_once, within=options.timeout)
             found = self._by_loop[loop] = _Here(bodies)
         return found
 
     async def _store(self, by_queue: Mapping[str, Sequence[Message]], seal: Seal | None) -> None:
         """Each queue in a transaction of its own. If one fails, all come again, and those of the others are known."""
-        if self._storing >= self._terms.most_at_once:
-            raise not_now(f"{self._terms.most_at_once} requests are being stored already", LATER)
+        if self._storing >= self._options.most_at_once:
+            raise not_now(f"{self._options.most_at_once} requests are being stored already", AFTER_CROWD)
         if seal is not None and not by_queue:
             by_queue = {self._first_queue: ()}  # no queue wants what is in it, and it must not become something else
-        timeout = self._terms.timeout
+        timeout = self._options.timeout
         self._storing += 1
         try:
             async with asyncio.timeout(timeout):
-                await together([self.gathering(queue).add(each, seal) for queue, each in by_queue.items()])
+                await together([self.storage(queue).store(RequestPart(each, seal)) for queue, each in by_queue.items()])
         except TimeoutError:
-            raise not_now(f"the database did not answer within {timeout:g} s", AGAIN) from None
+            raise not_now(f"the database did not answer within {timeout:g} s", AFTER_OUTAGE) from None
         finally:
             self._storing -= 1
 

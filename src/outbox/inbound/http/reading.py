@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, replace
 from hashlib import sha256
 
-from outbox.core.cloudevents import Received, parse
+from outbox.core.cloudevents import ReceivedEvent, parse
 from outbox.core.errors import (
     BodyTooLarge,
     CloudEventInvalid,
@@ -18,8 +18,8 @@ from outbox.core.errors import (
 from outbox.core.message import Message, check, check_message_ids
 from outbox.core.store import Seal
 from outbox.core.webhooks import ID
-from outbox.inbound.http.answer import Declined
 from outbox.inbound.http.request import Request
+from outbox.inbound.http.response import Declined
 
 _TRACED = ("traceparent", "tracestate")  # headers of a plain webhook that go on with its message
 
@@ -54,7 +54,7 @@ def inbox_id(kind: str, sender: str, id: str) -> str:
     return sha256(json.dumps([kind, sender, id]).encode()).hexdigest()
 
 
-def _events(request: Request) -> list[Received]:
+def _events(request: Request) -> list[ReceivedEvent]:
     try:
         return parse(request.headers, request.body)
     except CloudEventUnsupported as error:
@@ -65,7 +65,7 @@ def _events(request: Request) -> list[Received]:
         raise Declined(400, str(error)) from None
 
 
-def _of_event(event: Received) -> Message:
+def _of_event(event: ReceivedEvent) -> Message:
     """The sender's own id stays: it is the last of those that led here."""
     message = event.message
     return replace(message, tracking_ids=(*message.tracking_ids, inbox_id("event", event.source, message.id)))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from outbox.core.cloudevents import is_cloud_event, is_structured
-from outbox.inbound.http.answer import Declined, Scope
+from outbox.inbound.http.response import Declined, Scope
 
 Mode = Literal["structured", "binary", "webhook"]  # a CloudEvent in its body, one in headers, none
 
@@ -17,7 +17,7 @@ _READ_ONCE = ("content-", "ce-", "webhook-")  # two different ones would leave o
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class RequestHead:
     """What comes before a request's body, and says what that is."""
 
     endpoint: str  # its path
@@ -33,13 +33,13 @@ class Head:
 
 
 @dataclass(frozen=True, slots=True)
-class Request(Head):
+class Request(RequestHead):
     """A whole request."""
 
     body: bytes
 
 
-def head_of(scope: Scope, largest: int) -> Head:
+def head_of(scope: Scope, largest: int) -> RequestHead:
     """What is known of a request before its body is read; one that says it is larger than this is declined."""
     if scope["method"] != "POST":
         raise Declined(405, "events and webhooks are sent with POST", allow="POST")
@@ -47,7 +47,7 @@ def head_of(scope: Scope, largest: int) -> Head:
     if headers.get("content-encoding", "identity").lower() != "identity":
         raise Declined(415, "compressed bodies are not taken: leave out content-encoding", accept_encoding="identity")
     _check_length(headers.get("content-length", "0"), largest)
-    return Head(*_paths(scope), headers)
+    return RequestHead(*_paths(scope), headers)
 
 
 def _headers(pairs: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:

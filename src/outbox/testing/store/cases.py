@@ -15,9 +15,10 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from outbox.core.attempt import Attempt, Dead, Done, Outcome, Reason, Released, RetryIn
 from outbox.core.binding import Binding
 from outbox.core.message import NOW, Message, Schedule
-from outbox.core.store import Claim, Store
+from outbox.core.store import QueueClaim, Selection, Store
 
 LEASE = timedelta(seconds=30)
+NO_LEASE = timedelta(0)  # no longer one than the claim has
 SHORT = timedelta(milliseconds=300)
 SOON = 30.0  # seconds within which everything that is due must have come, on the slowest machine
 
@@ -31,25 +32,25 @@ def message(routing_key: str = "order.created", body: bytes = b"{}", **fields: A
 
 async def write(connection: AsyncConnection, store: Store, statement: Executable, rows: Any = None) -> int:
     """Execute a store's statement on a caller's connection."""
-    return await connection.run_sync(store.write, statement, rows)
+    return await connection.run_sync(store.writing.write, statement, rows)
 
 
 async def emit(engine: AsyncEngine, store: Store, *messages: Message, schedule: Schedule = NOW) -> int:
     """Store messages in a committed transaction of the caller's."""
     async with engine.begin() as connection:
-        return await write(connection, store, *store.insert(messages, schedule))
+        return await write(connection, store, *store.writing.insert(messages, schedule))
 
 
 async def queued(engine: AsyncEngine, store: Store, *messages: Message, schedule: Schedule = NOW) -> None:
     """Store messages and route them to the queue `q`."""
-    await store.bind([Binding("q", "#")])
+    await store.queues.bind([Binding("q", "#")])
     await emit(engine, store, *messages, schedule=schedule)
-    assert (await store.route(1000, {})).taken == len(messages)
+    assert (await store.queues.route(1000, {})).taken == len(messages)
 
 
 async def claimed(store: Store, limit: int = 100, destination: str | None = "q") -> list[Attempt]:
     """What a claim gets; given back at once."""
-    async with store.claim(limit, lease=LEASE, destination=destination) as claim:
+    async with store.feed.claim(Selection(limit=limit, lease=LEASE, destination=destination)) as claim:
         return list(claim.attempts)
 
 
@@ -63,10 +64,10 @@ async def soon(look: Callable[[], Any]) -> Any:
 
 async def renewed(store: Store) -> None:
     """Wait until the lease on the only message of a store ends later than it did."""
-    [before] = await store.list_messages()
+    [before] = await store.inspection.list_messages()
 
     async def later() -> bool:
-        [now] = await store.list_messages()
+        [now] = await store.inspection.list_messages()
         assert before.leased_until is not None
         assert now.leased_until is not None
         return now.leased_until > before.leased_until
@@ -76,7 +77,7 @@ async def renewed(store: Store) -> None:
 
 async def settled(store: Store, outcome: Outcome, destination: str | None = "q") -> Attempt:
     """Claim one message and settle it."""
-    async with store.claim(1, lease=LEASE, destination=destination) as claim:
+    async with store.feed.claim(Selection(limit=1, lease=LEASE, destination=destination)) as claim:
         [attempt] = claim.attempts
         assert await claim.settle({attempt.id: outcome}) == frozenset()
     return attempt
@@ -104,17 +105,17 @@ class StoreCases:
         await store.open()
         return store
 
-    def crash(self, claim: Claim) -> None:
-        """Make a claim stop renewing itself, as if its process had died. Override it if yours renews otherwise."""
-        claim._renewal.cancel()  # type: ignore[attr-defined]
+    async def crash(self, claim: QueueClaim) -> None:
+        """Make a claim stop renewing its leases, as if its process had died."""
+        await claim.renew_once([attempt.id for attempt in claim.attempts], NO_LEASE)
 
     async def expired(
         self, stack: AsyncExitStack, store: Store, limit: int = 100, isolated_at: int | None = None
-    ) -> Claim:
+    ) -> QueueClaim:
         """A claim whose lease has run out while its holder still believes in it."""
-        claiming = store.claim(limit, lease=SHORT, destination="q", isolated_at=isolated_at)
+        claiming = store.feed.claim(Selection(limit=limit, lease=SHORT, destination="q", isolated_at=isolated_at))
         claim = await stack.enter_async_context(claiming)
         assert claim.attempts
-        self.crash(claim)
+        await self.crash(claim)
         await asyncio.sleep(SHORT.total_seconds() + 0.05)
         return claim

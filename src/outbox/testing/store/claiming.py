@@ -12,7 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from outbox.core.attempt import Done, Released, RetryIn
 from outbox.core.binding import Binding
 from outbox.core.message import NOW
-from outbox.core.store import Store, Suspected
+from outbox.core.store import Selection, Store, Suspected
 from outbox.testing.store.cases import (
     LEASE,
     OUTCOMES,
@@ -46,15 +46,18 @@ class ClaimingCases(StoreCases):
         await queued(engine, stores[0], *(message() for _ in range(100)))
         async with AsyncExitStack() as stack:
             claims = await asyncio.gather(
-                *(stack.enter_async_context(store.claim(30, lease=LEASE, destination="q")) for store in stores)
+                *(
+                    stack.enter_async_context(store.feed.claim(Selection(limit=30, lease=LEASE, destination="q")))
+                    for store in stores
+                )
             )
             ids = [attempt.id for claim in claims for attempt in claim.attempts]
             assert len(ids) == len(set(ids)) == 100
 
     async def test_a_claim_sees_only_its_destination(self, engine: AsyncEngine, store: Store) -> None:
-        await store.bind([Binding("a", "a"), Binding("b", "b")])
+        await store.queues.bind([Binding("a", "a"), Binding("b", "b")])
         await emit(engine, store, message("a"), message("b"), message("c"))
-        await store.route(100, {})
+        await store.queues.route(100, {})
         assert [attempt.message.routing_key for attempt in await claimed(store, destination="a")] == ["a"]
         assert [attempt.message.routing_key for attempt in await claimed(store, destination="b")] == ["b"]
 
@@ -69,7 +72,7 @@ class ClaimingCases(StoreCases):
     async def test_a_claim_that_ends_in_an_error_gives_everything_back(self, engine: AsyncEngine, store: Store) -> None:
         await queued(engine, store, message())
         with pytest.raises(RuntimeError):
-            async with store.claim(1, lease=LEASE, destination="q"):
+            async with store.feed.claim(Selection(limit=1, lease=LEASE, destination="q")):
                 raise RuntimeError
         assert len(await claimed(store)) == 1
 
@@ -78,7 +81,7 @@ class ClaimingCases(StoreCases):
         taken = asyncio.Event()
 
         async def hold() -> None:
-            async with store.claim(1, lease=LEASE, destination="q"):
+            async with store.feed.claim(Selection(limit=1, lease=LEASE, destination="q")):
                 taken.set()
                 await asyncio.sleep(60)
 
@@ -95,7 +98,7 @@ class ClaimingCases(StoreCases):
         await queued(engine, store, message())
 
         async def hold() -> None:
-            async with store.claim(1, lease=LEASE, destination="q"):
+            async with store.feed.claim(Selection(limit=1, lease=LEASE, destination="q")):
                 await asyncio.sleep(60)
 
         task = asyncio.create_task(hold())
@@ -108,13 +111,13 @@ class ClaimingCases(StoreCases):
 
     async def test_an_empty_claim_is_harmless(self, store: Store) -> None:
         assert await claimed(store) == []
-        async with store.claim(1, lease=LEASE, destination="q") as claim:
+        async with store.feed.claim(Selection(limit=1, lease=LEASE, destination="q")) as claim:
             assert await claim.settle({}) == frozenset()
 
     async def test_a_message_committed_late_is_delivered_late_not_lost(self, engine: AsyncEngine, store: Store) -> None:
         """Nothing is skipped: no position over ids or times."""
         async with engine.connect() as late:
-            await write(late, store, *store.insert([message(body=b"late")], NOW))
+            await write(late, store, *store.writing.insert([message(body=b"late")], NOW))
             if self.writes_side_by_side:
                 await emit(engine, store, message(body=b"early"))
                 assert (await settled(store, Done(), None)).message.body == b"early"
@@ -133,7 +136,7 @@ class ClaimingCases(StoreCases):
 
     async def test_a_lease_is_renewed_while_its_holder_lives(self, engine: AsyncEngine, store: Store) -> None:
         await queued(engine, store, message())
-        async with store.claim(1, lease=timedelta(seconds=10), destination="q") as claim:
+        async with store.feed.claim(Selection(limit=1, lease=timedelta(seconds=10), destination="q")) as claim:
             await renewed(store)
             assert await claimed(store) == []
             assert await claim.settle({claim.attempts[0].id: Done()}) == frozenset()
@@ -144,10 +147,10 @@ class ClaimingCases(StoreCases):
         await queued(engine, store, message(), message())
 
         async def leases() -> list[datetime]:
-            stored = sorted(await store.list_messages(), key=lambda each: each.row_id)
+            stored = sorted(await store.inspection.list_messages(), key=lambda each: each.row_id)
             return [each.leased_until for each in stored if each.leased_until is not None]
 
-        async with store.claim(2, lease=timedelta(seconds=2), destination="q") as claim:
+        async with store.feed.claim(Selection(limit=2, lease=timedelta(seconds=2), destination="q")) as claim:
             first, second = await leases()
             longer = [min(attempt.id for attempt in claim.attempts)]
             await claim.renew_once(longer, timedelta(seconds=30))
@@ -186,7 +189,7 @@ class ClaimingCases(StoreCases):
         await queued(engine, store, message())
         async with AsyncExitStack() as stack:
             late = await self.expired(stack, store)
-            async with store.claim(1, lease=LEASE, destination="q") as current:
+            async with store.feed.claim(Selection(limit=1, lease=LEASE, destination="q")) as current:
                 [attempt] = current.attempts
                 assert await late.settle({attempt.id: OUTCOMES[outcome]}) == {attempt.id}
                 assert await current.settle({attempt.id: Done()}) == frozenset()
@@ -200,7 +203,7 @@ class ClaimingCases(StoreCases):
             [attempt] = late.attempts
             async with engine.begin() as connection:
                 assert await write(connection, store, *late.completion(attempt)) == 0
-            async with store.claim(1, lease=LEASE, destination="q") as current:
+            async with store.feed.claim(Selection(limit=1, lease=LEASE, destination="q")) as current:
                 async with engine.begin() as connection:
                     assert await write(connection, store, *late.completion(attempt)) == 0
                 assert await current.settle({attempt.id: Done()}) == frozenset()
@@ -210,18 +213,18 @@ class ClaimingCases(StoreCases):
     ) -> None:
         await queued(engine, store, message(), message())
         async with AsyncExitStack() as stack:
-            own = await stack.enter_async_context(store.claim(1, lease=LEASE, destination="q"))
+            own = await stack.enter_async_context(store.feed.claim(Selection(limit=1, lease=LEASE, destination="q")))
             late = await self.expired(stack, store)
             leases = [claim.lease_on(attempt) for claim in (own, late) for attempt in claim.attempts]
             async with engine.connect() as connection:
-                assert await connection.run_sync(store.complete, leases) == {own.attempts[0].id}
+                assert await connection.run_sync(store.queues.complete, leases) == {own.attempts[0].id}
                 await connection.rollback()
-            async with store.claim(1, lease=LEASE, destination="q") as current:
+            async with store.feed.claim(Selection(limit=1, lease=LEASE, destination="q")) as current:
                 async with engine.begin() as connection:
-                    assert await connection.run_sync(store.complete, leases) == {own.attempts[0].id}
+                    assert await connection.run_sync(store.queues.complete, leases) == {own.attempts[0].id}
                 assert await current.settle({current.attempts[0].id: Done()}) == frozenset()
             await own.settle({own.attempts[0].id: Done(in_transaction=True)})
-        assert await store.list_messages() == []
+        assert await store.inspection.list_messages() == []
 
     async def test_a_lease_that_expired_is_not_renewed(self, engine: AsyncEngine, store: Store) -> None:
         """A holder that slept through its lease must not extend it when it wakes up."""
@@ -238,10 +241,14 @@ class ClaimingCases(StoreCases):
         async with AsyncExitStack() as stack:
             await self.expired(stack, store)
             await queued(engine, store, *(message(body=b"fresh") for _ in range(2)))
-            async with store.claim(100, lease=LEASE, destination="q", suspected=Suspected.ONE) as claim:
+            async with store.feed.claim(
+                Selection(limit=100, lease=LEASE, destination="q", suspected=Suspected.ONE)
+            ) as claim:
                 assert [attempt.message.body for attempt in claim.attempts] == [b"0", b"fresh", b"fresh"]
                 assert [attempt.crash_count for attempt in claim.attempts] == [1, 0, 0]
-            async with store.claim(2, lease=LEASE, destination="q", suspected=Suspected.ONE) as claim:
+            async with store.feed.claim(
+                Selection(limit=2, lease=LEASE, destination="q", suspected=Suspected.ONE)
+            ) as claim:
                 assert [attempt.message.body for attempt in claim.attempts] == [b"0"]
 
     async def test_suspected_messages_are_passed_over_by_a_claim_that_wants_none(
@@ -251,7 +258,9 @@ class ClaimingCases(StoreCases):
         async with AsyncExitStack() as stack:
             await self.expired(stack, store)
             await queued(engine, store, message(body=b"fresh"))
-            async with store.claim(1, lease=LEASE, destination="q", suspected=Suspected.NONE) as claim:
+            async with store.feed.claim(
+                Selection(limit=1, lease=LEASE, destination="q", suspected=Suspected.NONE)
+            ) as claim:
                 assert [attempt.message.body for attempt in claim.attempts] == [b"fresh"]
 
     async def test_a_relay_claims_suspected_messages_with_all_others_in_order(
@@ -275,11 +284,11 @@ class ClaimingCases(StoreCases):
                 [attempt] = [each for each in waiting.attempts if each.message.body == b"suspected"]
                 assert (attempt.crash_count, attempt.isolated) == (1, True)
                 assert not await waiting.start(attempt)
-            async with store.claim(1, lease=LEASE, destination="q", isolated_at=1) as claim:
+            async with store.feed.claim(Selection(limit=1, lease=LEASE, destination="q", isolated_at=1)) as claim:
                 [attempt] = claim.attempts
                 assert (attempt.crash_count, attempt.isolated) == (1, True)
                 await claim.settle({attempt.id: Released()})
-            async with store.claim(1, lease=LEASE, destination="q", isolated_at=1) as claim:
+            async with store.feed.claim(Selection(limit=1, lease=LEASE, destination="q", isolated_at=1)) as claim:
                 assert await claim.start(claim.attempts[0])
                 assert await claim.settle({claim.attempts[0].id: Done()}) == frozenset()
             assert [attempt.message.body for attempt in await claimed(store)] == [b"fresh"]
@@ -291,10 +300,10 @@ class ClaimingCases(StoreCases):
         async with AsyncExitStack() as stack:
             await self.expired(stack, store)
             claim = await stack.enter_async_context(
-                store.claim(1, lease=timedelta(seconds=0.3), destination="q", isolated_at=1)
+                store.feed.claim(Selection(limit=1, lease=timedelta(seconds=0.3), destination="q", isolated_at=1))
             )
             assert await claim.start(claim.attempts[0])
-            self.crash(claim)
+            await self.crash(claim)
             await asyncio.sleep(0.35)
             [attempt] = await claimed(store)
             assert (attempt.crash_count, attempt.isolated) == (2, False)
@@ -305,10 +314,10 @@ class ClaimingCases(StoreCases):
         await queued(engine, store, message())
         async with AsyncExitStack() as stack:
             await self.expired(stack, store)
-            async with store.claim(1, lease=LEASE, destination="q", isolated_at=1) as claim:
+            async with store.feed.claim(Selection(limit=1, lease=LEASE, destination="q", isolated_at=1)) as claim:
                 await claim.settle({claim.attempts[0].id: Released(timedelta(hours=1))})
             assert await claimed(store) == []
-            [stored] = await store.list_messages()
+            [stored] = await store.inspection.list_messages()
             assert (stored.crash_count, stored.leased_until) == (1, None)
 
     async def test_crashes_are_counted_apart_from_attempts(self, engine: AsyncEngine, store: Store) -> None:

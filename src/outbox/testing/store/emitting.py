@@ -12,7 +12,7 @@ from outbox.core.attempt import Done, Reason
 from outbox.core.binding import Binding
 from outbox.core.durations import EARLIEST, NEVER
 from outbox.core.message import NOW, Schedule
-from outbox.core.store import Store
+from outbox.core.store import Selection, Store
 from outbox.testing.store.cases import (
     LEASE,
     MakeStore,
@@ -33,18 +33,18 @@ class EmittingCases(StoreCases):
     # Tables.
 
     async def test_tables_can_be_made_again_and_again(self, store: Store) -> None:
-        await store.create_tables()
-        await store.create_tables()
+        await store.maintenance.create_tables()
+        await store.maintenance.create_tables()
 
     async def test_tables_can_be_made_by_many_at_once(self, make_store: MakeStore) -> None:
-        await asyncio.gather(*(make_store().create_tables() for _ in range(5)))
+        await asyncio.gather(*(make_store().maintenance.create_tables() for _ in range(5)))
 
     async def test_whether_the_tables_are_there_is_told_without_making_them(self, make_store: MakeStore) -> None:
         store = make_store()
-        assert not await store.has_tables()
-        assert not await make_store().has_tables()
-        await store.create_tables()
-        assert await store.has_tables()
+        assert not await store.maintenance.has_tables()
+        assert not await make_store().maintenance.has_tables()
+        await store.maintenance.create_tables()
+        assert await store.maintenance.has_tables()
 
     async def test_the_first_write_makes_the_tables(self, engine: AsyncEngine, make_store: MakeStore) -> None:
         store = make_store()
@@ -56,7 +56,7 @@ class EmittingCases(StoreCases):
     ) -> None:
         store = make_store()
         async with engine.connect() as connection:
-            await write(connection, store, *store.insert([message()], NOW))
+            await write(connection, store, *store.writing.insert([message()], NOW))
             await connection.rollback()
         await emit(engine, store, message(body=b"kept"))
         assert [attempt.message.body for attempt in await claimed(store, destination=None)] == [b"kept"]
@@ -69,24 +69,24 @@ class EmittingCases(StoreCases):
 
     async def test_a_rolled_back_message_leaves_no_trace(self, engine: AsyncEngine, store: Store) -> None:
         async with engine.connect() as connection:
-            await write(connection, store, *store.insert([message()], NOW))
+            await write(connection, store, *store.writing.insert([message()], NOW))
             await connection.rollback()
         assert await claimed(store, destination=None) == []
 
     async def test_a_savepoint_takes_its_messages_with_it(self, engine: AsyncEngine, store: Store) -> None:
         async with engine.begin() as connection:
-            await write(connection, store, *store.insert([message(body=b"kept")], NOW))
+            await write(connection, store, *store.writing.insert([message(body=b"kept")], NOW))
             savepoint = await connection.begin_nested()
-            await write(connection, store, *store.insert([message(body=b"gone")], NOW))
+            await write(connection, store, *store.writing.insert([message(body=b"gone")], NOW))
             await savepoint.rollback()
         assert [attempt.message.body for attempt in await claimed(store, destination=None)] == [b"kept"]
 
     async def test_an_uncommitted_message_is_seen_by_nobody(self, engine: AsyncEngine, store: Store) -> None:
         async with engine.connect() as connection:
-            await write(connection, store, *store.insert([message()], NOW))
-            assert (await store.backlog()).waiting == 0
+            await write(connection, store, *store.writing.insert([message()], NOW))
+            assert (await store.inspection.backlog()).waiting == 0
             await connection.commit()
-        assert (await store.backlog()).waiting == 1
+        assert (await store.inspection.backlog()).waiting == 1
 
     async def test_a_message_is_unchanged_from_emit_to_claim(self, engine: AsyncEngine, store: Store) -> None:
         sent = message(
@@ -128,7 +128,7 @@ class EmittingCases(StoreCases):
         due = datetime.now(UTC) + timedelta(hours=1)
         await emit(engine, store, message(), schedule=Schedule(due=due))
         assert await claimed(store, destination=None) == []
-        [stored] = await store.list_messages()
+        [stored] = await store.inspection.list_messages()
         assert abs(stored.due_at - due) < timedelta(milliseconds=2)
 
     async def test_a_time_in_the_past_is_due_at_once(self, engine: AsyncEngine, store: Store) -> None:
@@ -141,15 +141,15 @@ class EmittingCases(StoreCases):
         assert len(await claimed(store, destination=None)) == 1
 
     async def test_a_delayed_message_is_not_routed_before_it_is_due(self, engine: AsyncEngine, store: Store) -> None:
-        await store.bind([Binding("q", "#")])
+        await store.queues.bind([Binding("q", "#")])
         await emit(engine, store, message(), schedule=Schedule(due=timedelta(hours=1)))
-        assert (await store.route(100, {})).taken == 0
+        assert (await store.queues.route(100, {})).taken == 0
 
     async def test_a_timer_that_waits_is_not_set_twice(self, engine: AsyncEngine, store: Store) -> None:
         timer = Schedule(due=timedelta(hours=1), timer_id="t")
         assert await emit(engine, store, message(body=b"first"), schedule=timer) == 1
         assert await emit(engine, store, message(body=b"second"), schedule=timer) == 0
-        [stored] = await store.list_messages()
+        [stored] = await store.inspection.list_messages()
         assert (stored.message.body, stored.timer_id) == (b"first", "t")
 
     async def test_different_timers_do_not_disturb_each_other(self, engine: AsyncEngine, store: Store) -> None:
@@ -160,36 +160,36 @@ class EmittingCases(StoreCases):
         timer = Schedule(due=timedelta(hours=1), timer_id="t")
         await emit(engine, store, message(), schedule=timer)
         async with engine.begin() as connection:
-            assert await write(connection, store, *store.cancel("t")) == 1
-            assert await write(connection, store, *store.cancel("t")) == 0
-            assert await write(connection, store, *store.insert([message()], timer)) == 1
+            assert await write(connection, store, *store.writing.cancel("t")) == 1
+            assert await write(connection, store, *store.writing.cancel("t")) == 0
+            assert await write(connection, store, *store.writing.insert([message()], timer)) == 1
 
     async def test_cancelling_rolls_back_with_its_transaction(self, engine: AsyncEngine, store: Store) -> None:
         await emit(engine, store, message(), schedule=Schedule(due=timedelta(hours=1), timer_id="t"))
         async with engine.connect() as connection:
-            assert await write(connection, store, *store.cancel("t")) == 1
+            assert await write(connection, store, *store.writing.cancel("t")) == 1
             await connection.rollback()
-        assert len(await store.list_messages()) == 1
+        assert len(await store.inspection.list_messages()) == 1
 
     async def test_a_timer_that_a_relay_holds_is_not_cancelled(self, engine: AsyncEngine, store: Store) -> None:
         await emit(engine, store, message(), schedule=Schedule(timer_id="t"))
-        async with store.claim(1, lease=LEASE) as claim:
+        async with store.feed.claim(Selection(limit=1, lease=LEASE)) as claim:
             assert len(claim.attempts) == 1
             async with engine.begin() as connection:
-                assert await write(connection, store, *store.cancel("t")) == 0
+                assert await write(connection, store, *store.writing.cancel("t")) == 0
 
     async def test_a_timer_that_was_sent_is_not_cancelled(self, engine: AsyncEngine, make_store: MakeStore) -> None:
         store = make_store(clean_up_after=NEVER)
         await emit(engine, store, message(), schedule=Schedule(timer_id="t"))
         await settled(store, Done(), None)
         async with engine.begin() as connection:
-            assert await write(connection, store, *store.cancel("t")) == 0
-        assert [stored.state for stored in await store.list_messages()] == ["sent"]
+            assert await write(connection, store, *store.writing.cancel("t")) == 0
+        assert [stored.state for stored in await store.inspection.list_messages()] == ["sent"]
 
     async def test_a_timer_that_fired_can_be_set_again(self, engine: AsyncEngine, store: Store) -> None:
         await queued(engine, store, message(), schedule=Schedule(timer_id="t"))
         async with engine.begin() as connection:
-            assert await write(connection, store, *store.cancel("t")) == 0
+            assert await write(connection, store, *store.writing.cancel("t")) == 0
         assert await emit(engine, store, message(), schedule=Schedule(due=timedelta(hours=1), timer_id="t")) == 1
 
     # Expiry.
@@ -215,7 +215,11 @@ class EmittingCases(StoreCases):
         schedule = Schedule(due=past, expiration=timedelta(seconds=1))
         await emit(engine, store, *(message(body=str(n).encode()) for n in range(5)), schedule=schedule)
         await emit(engine, store, message(body=b"fresh"))
-        assert [await store.expire(3), await store.expire(3), await store.expire(3)] == [3, 2, 0]
+        assert [
+            await store.maintenance.expire(3),
+            await store.maintenance.expire(3),
+            await store.maintenance.expire(3),
+        ] == [3, 2, 0]
         letters = await store.dead_letters.list()
         assert {letter.reason for letter in letters} == {Reason.EXPIRED}
         assert all(letter.history.endswith("Z given up: its expiration passed\n") for letter in letters)
@@ -226,10 +230,10 @@ class EmittingCases(StoreCases):
     ) -> None:
         lifetime = timedelta(seconds=3)  # long enough to be claimed first, whatever holds the machine up
         await queued(engine, store, message(), schedule=Schedule(expiration=lifetime))
-        async with store.claim(1, lease=LEASE, destination="q") as claim:
+        async with store.feed.claim(Selection(limit=1, lease=LEASE, destination="q")) as claim:
             assert len(claim.attempts) == 1
             await asyncio.sleep(lifetime.total_seconds())
-            assert await store.expire(10) == 0
+            assert await store.maintenance.expire(10) == 0
             assert await claim.settle({claim.attempts[0].id: Done()}) == frozenset()
         assert await store.dead_letters.list() == []
 
@@ -241,55 +245,59 @@ class EmittingCases(StoreCases):
         await emit(engine, store, message(), schedule=Schedule(expiration=lifetime))
         await settled(store, Done(), None)
         await asyncio.sleep(lifetime.total_seconds())
-        assert await store.expire(10) == 0
-        assert [stored.state for stored in await store.list_messages()] == ["sent"]
+        assert await store.maintenance.expire(10) == 0
+        assert [stored.state for stored in await store.inspection.list_messages()] == ["sent"]
 
     # The inbox.
 
     async def test_the_inbox_takes_a_message_once_for_each_queue(self, engine: AsyncEngine, store: Store) -> None:
         async with engine.begin() as connection:
-            assert await write(connection, store, *store.remember("a", "1")) == 1
-            assert await write(connection, store, *store.remember("a", "1")) == 0
-            assert await write(connection, store, *store.remember("b", "1")) == 1
-            assert await write(connection, store, *store.remember("a", "2")) == 1
+            assert await write(connection, store, *store.inbox.remember("a", "1")) == 1
+            assert await write(connection, store, *store.inbox.remember("a", "1")) == 0
+            assert await write(connection, store, *store.inbox.remember("b", "1")) == 1
+            assert await write(connection, store, *store.inbox.remember("a", "2")) == 1
 
     async def test_the_inbox_takes_many_and_says_which_are_new(self, engine: AsyncEngine, store: Store) -> None:
         async with engine.begin() as connection:
-            assert await write(connection, store, *store.remember("a", "2")) == 1
-            assert await write(connection, store, *store.remember("b", "1")) == 1
-            assert await connection.run_sync(store.remember_all, "a", ["3", "2", "1", "ü'\\"]) == {"1", "3", "ü'\\"}
-            assert await connection.run_sync(store.remember_all, "a", ["1", "2"]) == set()
+            assert await write(connection, store, *store.inbox.remember("a", "2")) == 1
+            assert await write(connection, store, *store.inbox.remember("b", "1")) == 1
+            assert await connection.run_sync(store.inbox.remember_all, "a", ["3", "2", "1", "ü'\\"]) == {
+                "1",
+                "3",
+                "ü'\\",
+            }
+            assert await connection.run_sync(store.inbox.remember_all, "a", ["1", "2"]) == set()
 
     async def test_an_entry_under_another_name_of_the_queue_counts_where_it_is_named(
         self, engine: AsyncEngine, store: Store
     ) -> None:
         async with engine.begin() as connection:
-            assert await connection.run_sync(store.remember_all, "a", ["1", "2"]) == {"1", "2"}
-            assert await write(connection, store, *store.remember("eu.a", "1", also="a")) == 0
-            assert await write(connection, store, *store.remember("eu.a", "3", also="a")) == 1
-            assert await write(connection, store, *store.remember("eu.a", "3", also="a")) == 0
-            entering = partial(store.remember_all, also="a")
+            assert await connection.run_sync(store.inbox.remember_all, "a", ["1", "2"]) == {"1", "2"}
+            assert await write(connection, store, *store.inbox.remember("eu.a", "1", also="a")) == 0
+            assert await write(connection, store, *store.inbox.remember("eu.a", "3", also="a")) == 1
+            assert await write(connection, store, *store.inbox.remember("eu.a", "3", also="a")) == 0
+            entering = partial(store.inbox.remember_all, also="a")
             assert await connection.run_sync(entering, "eu.a", ["1", "2", "3", "4"]) == {"4"}
-            assert await write(connection, store, *store.remember("us.a", "3", also="b")) == 1
-        received = await store.receive("a", [message(tracking_ids=(id,)) for id in ("3", "5")], also="eu.a")
+            assert await write(connection, store, *store.inbox.remember("us.a", "3", also="b")) == 1
+        received = await store.queues.receive("a", [message(tracking_ids=(id,)) for id in ("3", "5")], also="eu.a")
         assert received.stored == {"5"}
 
     async def test_inbox_entries_are_taken_out_again_by_the_transaction_that_made_them(
         self, engine: AsyncEngine, store: Store
     ) -> None:
         async with engine.begin() as connection:
-            assert await connection.run_sync(store.remember_all, "a", ["1", "2", "3"]) == {"1", "2", "3"}
-            assert await connection.run_sync(store.remember_all, "b", ["1"]) == {"1"}
-            await connection.run_sync(store.forget, "a", ["1", "3"])
+            assert await connection.run_sync(store.inbox.remember_all, "a", ["1", "2", "3"]) == {"1", "2", "3"}
+            assert await connection.run_sync(store.inbox.remember_all, "b", ["1"]) == {"1"}
+            await connection.run_sync(store.inbox.forget, "a", ["1", "3"])
         async with engine.begin() as connection:
-            assert await connection.run_sync(store.remember_all, "a", ["1", "2", "3"]) == {"1", "3"}
-            assert await connection.run_sync(store.remember_all, "b", ["1"]) == set()
+            assert await connection.run_sync(store.inbox.remember_all, "a", ["1", "2", "3"]) == {"1", "3"}
+            assert await connection.run_sync(store.inbox.remember_all, "b", ["1"]) == set()
 
     async def test_an_inbox_entry_rolls_back_with_its_transaction(self, engine: AsyncEngine, store: Store) -> None:
         async with engine.connect() as connection:
-            assert await write(connection, store, *store.remember("a", "1")) == 1
+            assert await write(connection, store, *store.inbox.remember("a", "1")) == 1
             await connection.rollback()
-            assert await write(connection, store, *store.remember("a", "1")) == 1
+            assert await write(connection, store, *store.inbox.remember("a", "1")) == 1
             await connection.commit()
 
     async def test_inbox_entries_are_forgotten_in_bounded_batches_when_they_are_old(
@@ -297,7 +305,7 @@ class EmittingCases(StoreCases):
     ) -> None:
         async with engine.begin() as connection:
             for n in range(5):
-                await write(connection, store, *store.remember("a", str(n)))
-        assert await store.purge_inbox(timedelta(hours=1), 100) == 0
+                await write(connection, store, *store.inbox.remember("a", str(n)))
+        assert await store.inbox.purge(timedelta(hours=1), 100) == 0
         await asyncio.sleep(0.01)
-        assert [await store.purge_inbox(timedelta(0), 3) for _ in range(3)] == [3, 2, 0]
+        assert [await store.inbox.purge(timedelta(0), 3) for _ in range(3)] == [3, 2, 0]

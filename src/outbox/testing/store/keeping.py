@@ -15,7 +15,7 @@ from outbox.core.dead_letter import Deaths
 from outbox.core.durations import NEVER
 from outbox.core.errors import ConfigurationError, NotFound
 from outbox.core.message import Schedule
-from outbox.core.store import Store
+from outbox.core.store import Selection, Store
 from outbox.testing.store.cases import LEASE, SOON, MakeStore, StoreCases, claimed, emit, message, queued, settled, soon
 
 
@@ -28,27 +28,27 @@ class KeepingCases(StoreCases):
         loop = asyncio.get_running_loop()
         began = loop.time()
         for _ in range(5):  # one or the other may end early: a wake-up is a hint
-            await store.wait(0.2, destination="q")
+            await store.feed.wait(0.2, destination="q")
         assert 0.35 <= loop.time() - began < SOON
 
     async def test_an_announcement_ends_a_wait(self, store: Store) -> None:
-        waiting = asyncio.create_task(store.wait(60, destination="q"))
+        waiting = asyncio.create_task(store.feed.wait(60, destination="q"))
         async with asyncio.timeout(SOON):
             while not waiting.done():
-                store.announce("q")
+                store.queues.announce("q")
                 await asyncio.sleep(0.01)
 
     async def test_an_announcement_just_before_a_wait_is_not_missed(self, store: Store) -> None:
-        await store.wait(0.01, destination="q")
-        store.announce("q")
+        await store.feed.wait(0.01, destination="q")
+        store.queues.announce("q")
         async with asyncio.timeout(SOON):
-            await store.wait(60, destination="q")
+            await store.feed.wait(60, destination="q")
 
     async def test_a_wait_ends_when_the_next_message_is_due(self, engine: AsyncEngine, store: Store) -> None:
         # It is not due before somebody waits for it, whatever holds the machine up.
         await emit(engine, store, message(), schedule=Schedule(due=timedelta(seconds=3)))
         async with asyncio.timeout(SOON):
-            await store.wait(60)
+            await store.feed.wait(60)
             await soon(lambda: claimed(store, destination=None))
 
     async def test_a_wait_ends_when_another_process_has_work(
@@ -58,11 +58,11 @@ class KeepingCases(StoreCases):
         other = make_store()
         await emit(engine, other, message())  # tables and connections are warm
         await settled(other, Done(), None)
-        waiting = asyncio.create_task(store.wait(60))
+        waiting = asyncio.create_task(store.feed.wait(60))
         async with asyncio.timeout(SOON):
             while not waiting.done():
                 await emit(engine, other, message())
-                other.announce(None)
+                other.queues.announce(None)
                 await asyncio.sleep(0.1)
 
     # Cleaning up.
@@ -72,12 +72,12 @@ class KeepingCases(StoreCases):
     ) -> None:
         store = make_store(clean_up_after=timedelta(hours=1))
         await queued(engine, store, *(message() for _ in range(6)))
-        async with store.claim(5, lease=LEASE, destination="q") as claim:
+        async with store.feed.claim(Selection(limit=5, lease=LEASE, destination="q")) as claim:
             await claim.settle({attempt.id: Done() for attempt in claim.attempts})
-        assert await store.purge(timedelta(hours=1), 100) == 0
+        assert await store.maintenance.purge(timedelta(hours=1), 100) == 0
         await asyncio.sleep(0.01)
-        assert [await store.purge(timedelta(0), 3) for _ in range(3)] == [3, 2, 0]
-        assert [stored.state for stored in await store.list_messages()] == ["delivered"]
+        assert [await store.maintenance.purge(timedelta(0), 3) for _ in range(3)] == [3, 2, 0]
+        assert [stored.state for stored in await store.inspection.list_messages()] == ["delivered"]
 
     # Tables.
 
@@ -85,18 +85,18 @@ class KeepingCases(StoreCases):
         self, make_store: MakeStore
     ) -> None:
         store = make_store()
-        missing = await store.check_tables()
+        missing = await store.maintenance.check_tables()
         assert missing and all(difference.breaks and difference.mend for difference in missing)
-        assert not await store.has_tables()
-        await store.create_tables()
-        assert await store.check_tables() == []
+        assert not await store.maintenance.has_tables()
+        await store.maintenance.create_tables()
+        assert await store.maintenance.check_tables() == []
 
     # Dead letters.
 
     async def _dead(self, engine: AsyncEngine, store: Store, count: int = 3) -> Sequence[int]:
         await queued(engine, store, *(message(body=str(n).encode()) for n in range(count)))
         reasons = list(Reason)
-        async with store.claim(count, lease=LEASE, destination="q") as claim:
+        async with store.feed.claim(Selection(limit=count, lease=LEASE, destination="q")) as claim:
             await claim.settle(
                 {a.id: Dead(reasons[n % len(reasons)], f"error {n}") for n, a in enumerate(claim.attempts)}
             )
@@ -119,7 +119,7 @@ class KeepingCases(StoreCases):
         [first] = await self._dead(engine, store, 1)
         await asyncio.sleep(0.005)  # a clock may tell no less than milliseconds
         await queued(engine, store, message("order.paid"))
-        async with store.claim(1, lease=LEASE, destination="q") as claim:
+        async with store.feed.claim(Selection(limit=1, lease=LEASE, destination="q")) as claim:
             await claim.settle({claim.attempts[0].id: Dead(Reason.REJECTED, "no")})
         letters = store.dead_letters
         earlier, later = await letters.list()
@@ -157,7 +157,7 @@ class KeepingCases(StoreCases):
     async def test_a_replayed_message_comes_back_only_to_the_queue_where_it_died(
         self, engine: AsyncEngine, store: Store
     ) -> None:
-        await store.bind([Binding("other", "#")])
+        await store.queues.bind([Binding("other", "#")])
         [id] = await self._dead(engine, store, 1)
         before = (await store.dead_letters.show(id)).message
         await settled(store, Done(), "other")
@@ -174,7 +174,7 @@ class KeepingCases(StoreCases):
         await settled(store, Dead(Reason.EXHAUSTED, "ValueError: second\nand where"))
         [letter] = await store.dead_letters.list()
         await store.dead_letters.replay([letter.id])
-        [stored] = await store.list_messages()
+        [stored] = await store.inspection.list_messages()
         failed, last, replayed = stored.history.splitlines()
         assert failed.endswith("attempt 1 failed: ValueError: first")
         assert last.endswith("attempt 2 was the last, exhausted: ValueError: second")
@@ -209,28 +209,28 @@ class KeepingCases(StoreCases):
         first, second, third = await self._dead(engine, store)
         assert await store.dead_letters.discard([first, third]) == 2
         assert [letter.id for letter in await store.dead_letters.list()] == [second]
-        assert await store.list_messages() == []
+        assert await store.inspection.list_messages() == []
 
     # Looking.
 
     async def test_an_empty_store_has_an_empty_backlog(self, store: Store) -> None:
-        backlog = await store.backlog()
+        backlog = await store.inspection.backlog()
         assert (backlog.waiting, backlog.due, backlog.leased, backlog.dead, backlog.oldest) == (0, 0, 0, 0, None)
         assert backlog.queues == ()
 
     async def test_the_backlog_counts_what_lies_where(self, engine: AsyncEngine, make_store: MakeStore) -> None:
         store = make_store(clean_up_after=NEVER)
-        await store.bind([Binding("q", "order.*"), Binding("empty", "never")])
+        await store.queues.bind([Binding("q", "order.*"), Binding("empty", "never")])
         await emit(engine, store, *(message() for _ in range(4)), message("lonely"))
-        await store.route(100, {})
+        await store.queues.route(100, {})
         await settled(store, Done())
         await settled(store, RetryIn(LEASE, "x"))
         await settled(store, Dead(Reason.REJECTED, "x"))
         await emit(engine, store, message())
         await emit(engine, store, message(), schedule=Schedule(due=timedelta(hours=1)))
-        async with store.claim(1, lease=LEASE, destination="q") as claim:
+        async with store.feed.claim(Selection(limit=1, lease=LEASE, destination="q")) as claim:
             assert len(claim.attempts) == 1
-            backlog = await store.backlog()
+            backlog = await store.inspection.backlog()
         assert (backlog.waiting, backlog.due, backlog.unroutable) == (2, 1, 1)
         assert (backlog.leased, backlog.sent, backlog.dead) == (1, 1, 1)
         assert backlog.oldest is not None
@@ -242,45 +242,45 @@ class KeepingCases(StoreCases):
 
     async def test_messages_are_listed_by_state_and_queue(self, engine: AsyncEngine, make_store: MakeStore) -> None:
         store = make_store(clean_up_after=NEVER)
-        await store.bind([Binding("q", "order.*")])
+        await store.queues.bind([Binding("q", "order.*")])
         await emit(engine, store, message(body=b"sent"), message(body=b"retrying"), message(body=b"delivered"))
         await emit(engine, store, message("lonely", body=b"unroutable"))
-        await store.route(100, {})
-        async with store.claim(3, lease=LEASE, destination="q") as claim:
+        await store.queues.route(100, {})
+        async with store.feed.claim(Selection(limit=3, lease=LEASE, destination="q")) as claim:
             by_body = {attempt.message.body: attempt.id for attempt in claim.attempts}
             await claim.settle({by_body[b"sent"]: Done(), by_body[b"retrying"]: RetryIn(LEASE, "x")})
         await emit(engine, store, message(body=b"waiting"))
         for state in ("waiting", "unroutable", "delivered", "retrying", "sent"):
-            [stored] = await store.list_messages(state=state)
+            [stored] = await store.inspection.list_messages(state=state)
             assert (stored.state, stored.message.body) == (state, state.encode())
-        assert len(await store.list_messages(queue="q")) == 3
-        everything = await store.list_messages()
-        assert [stored.row_id for stored in await store.list_messages(limit=2, after=everything[0].row_id)] == [
-            stored.row_id for stored in everything[1:3]
-        ]
+        assert len(await store.inspection.list_messages(queue="q")) == 3
+        everything = await store.inspection.list_messages()
+        assert [
+            stored.row_id for stored in await store.inspection.list_messages(limit=2, after=everything[0].row_id)
+        ] == [stored.row_id for stored in everything[1:3]]
         with pytest.raises(ConfigurationError, match="no state"):
-            await store.list_messages(state="lost")
+            await store.inspection.list_messages(state="lost")
 
     async def test_a_message_is_found_wherever_it_is(self, engine: AsyncEngine, store: Store) -> None:
-        await store.bind([Binding("a", "#"), Binding("b", "#")])
+        await store.queues.bind([Binding("a", "#"), Binding("b", "#")])
         sent = message()
         await emit(engine, store, sent)
-        [stored] = await store.find(sent.id)
+        [stored] = await store.inspection.find(sent.id)
         assert (stored.state, stored.queue, stored.routed_at) == ("waiting", None, None)
-        await store.route(100, {})
+        await store.queues.route(100, {})
         await settled(store, Dead(Reason.REJECTED, "no"), "a")
-        delivered, dead = await store.find(sent.id)
+        delivered, dead = await store.inspection.find(sent.id)
         assert (delivered.state, delivered.queue, dead.state, dead.queue) == ("delivered", "b", "dead", "a")
         assert (dead.reason, dead.error) == ("rejected", "no")
         assert delivered.routed_at is not None
-        assert await store.find("unknown") == []
+        assert await store.inspection.find("unknown") == []
 
     async def test_a_message_that_moves_is_found_in_one_place(self, engine: AsyncEngine, store: Store) -> None:
         await queued(engine, store, sent := message())
         moving = asyncio.create_task(_back_and_forth(store, 50))
         while not moving.done():
-            assert len(await store.find(sent.id)) == 1
-            backlog = await store.backlog()
+            assert len(await store.inspection.find(sent.id)) == 1
+            backlog = await store.inspection.backlog()
             [queue] = backlog.queues
             assert queue.open + (queue.dead or 0) == 1
             assert backlog.dead == queue.dead == sum(backlog.dead_by_reason.values())
@@ -288,11 +288,11 @@ class KeepingCases(StoreCases):
 
     async def test_a_lease_is_shown_while_it_holds(self, engine: AsyncEngine, store: Store) -> None:
         await queued(engine, store, message())
-        async with store.claim(1, lease=LEASE, destination="q"):
-            [stored] = await store.list_messages()
+        async with store.feed.claim(Selection(limit=1, lease=LEASE, destination="q")):
+            [stored] = await store.inspection.list_messages()
             assert stored.leased_until is not None
             assert stored.crash_count == 0
-        [stored] = await store.list_messages()
+        [stored] = await store.inspection.list_messages()
         assert stored.leased_until is None
 
 

@@ -18,14 +18,14 @@ KEYS = ("order", "user")
 
 async def routed(store: Store, lease: timedelta = LEASE, **wanted: int) -> Routing:
     """What a round routes while so much is wanted from each queue."""
-    return await store.route(100, {}, {queue: Wanted(limit, lease) for queue, limit in wanted.items()})
+    return await store.queues.route(100, {}, {queue: Wanted(limit, lease) for queue, limit in wanted.items()})
 
 
 class KnowingCases(StoreCases):
     """Messages whose routing keys the router knows: `order` goes to `orders`, `user` to `users`."""
 
     async def acquainted(self, engine: AsyncEngine, store: Store, *further: Binding) -> None:
-        await store.bind([Binding("orders", "order"), Binding("users", "user"), *further])
+        await store.queues.bind([Binding("orders", "order"), Binding("users", "user"), *further])
         await emit(engine, store, *(message(key) for key in KEYS))
         routing = await routed(store, orders=1, users=1)
         for claim in routing.claims.values():
@@ -48,7 +48,7 @@ class KnowingCases(StoreCases):
             assert {(attempt.attempt_count, attempt.crash_count) for attempt in claim.attempts} == {(1, 0)}
             assert await claimed(store, destination="orders") == []
             assert not await claim.settle({attempt.id: Done() for attempt in claim.attempts})
-        assert (await store.backlog()).waiting == 0
+        assert (await store.inspection.backlog()).waiting == 0
 
     async def test_each_queue_gets_its_own_and_no_more_than_it_wants(self, engine: AsyncEngine, store: Store) -> None:
         await self.acquainted(engine, store)
@@ -84,7 +84,7 @@ class KnowingCases(StoreCases):
         self, engine: AsyncEngine, store: Store, make_store: MakeStore
     ) -> None:
         await self.acquainted(engine, store)
-        await make_store().bind([Binding("audit", "#")])
+        await make_store().queues.bind([Binding("audit", "#")])
         sent = message("order")
         await emit(engine, store, sent)
         routing = await routed(store, orders=10)
@@ -96,7 +96,7 @@ class KnowingCases(StoreCases):
         self, engine: AsyncEngine, store: Store, make_store: MakeStore
     ) -> None:
         await self.acquainted(engine, store)
-        await make_store().unbind("orders")
+        await make_store().queues.unbind("orders")
         await emit(engine, store, message("order"))
         routing = await routed(store, orders=10)
         assert not routing.claims

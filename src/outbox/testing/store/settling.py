@@ -11,7 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from outbox.core.attempt import Attempt, Dead, Done, Outcome, Reason, Released, RetryIn
 from outbox.core.durations import NEVER
-from outbox.core.store import Store
+from outbox.core.store import Selection, Store
 from outbox.testing.store.cases import (
     LEASE,
     OUTCOMES,
@@ -34,14 +34,14 @@ class SettlingCases(StoreCases):
     async def test_done_removes_the_message(self, engine: AsyncEngine, store: Store) -> None:
         await queued(engine, store, message())
         await settled(store, Done())
-        assert await store.list_messages() == []
+        assert await store.inspection.list_messages() == []
         assert await store.dead_letters.list() == []
 
     async def test_done_keeps_the_message_if_it_is_told_to(self, engine: AsyncEngine, make_store: MakeStore) -> None:
         store = make_store(clean_up_after=NEVER)
         await queued(engine, store, message())
         await settled(store, Done())
-        [stored] = await store.list_messages()
+        [stored] = await store.inspection.list_messages()
         assert (stored.state, stored.attempt_count, stored.leased_until) == ("sent", 1, None)
         assert stored.done_at is not None
         assert await claimed(store) == []
@@ -71,7 +71,7 @@ class SettlingCases(StoreCases):
         [attempt] = await soon(lambda: claimed(store))
         assert loop.time() - began >= 0.399
         assert (attempt.attempt_count, attempt.crash_count) == (1, 0)
-        [stored] = await store.list_messages()
+        [stored] = await store.inspection.list_messages()
         assert (stored.state, stored.history) == ("delivered", "")
 
     @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ class SettlingCases(StoreCases):
         for n in (1, 2):
             await soon(lambda: claimed(store))
             await settled(store, RetryIn(timedelta(0), f"ValueError: boom {n}\nwith a second line"))
-        [stored] = await store.list_messages()
+        [stored] = await store.inspection.list_messages()
         first, second = stored.history.splitlines()
         assert first.endswith("attempt 1 failed: ValueError: boom 1")
         assert second.endswith("attempt 2 failed: ValueError: boom 2")
@@ -118,7 +118,7 @@ class SettlingCases(StoreCases):
         for _ in range(20):
             await soon(lambda: claimed(store))
             await settled(store, RetryIn(timedelta(0), "x" * 5000))
-        [stored] = await store.list_messages()
+        [stored] = await store.inspection.list_messages()
         assert len(stored.history) <= 16 * 1024
         assert stored.history.splitlines()[-1].startswith("20")
 
@@ -128,7 +128,7 @@ class SettlingCases(StoreCases):
         await settled(store, RetryIn(timedelta(0), "first"))
         await soon(lambda: claimed(store))
         await settled(store, Dead(Reason.EXHAUSTED, "second"))
-        assert await store.list_messages() == []
+        assert await store.inspection.list_messages() == []
         [letter] = await store.dead_letters.list()
         assert letter.message == sent
         assert (letter.queue, letter.reason, letter.error) == ("q", Reason.EXHAUSTED, "second")
@@ -146,7 +146,7 @@ class SettlingCases(StoreCases):
 
     async def test_a_hostile_error_text_is_stored_capped_and_clean(self, engine: AsyncEngine, store: Store) -> None:
         await queued(engine, store, message(), message())
-        async with store.claim(2, lease=LEASE, destination="q") as claim:
+        async with store.feed.claim(Selection(limit=2, lease=LEASE, destination="q")) as claim:
             dead, retried = claim.attempts
             text = "\x00\x1b[31m\ud800💥'\"; DROP TABLE x; --" + "ä" * 20_000
             lost = await claim.settle({dead.id: Dead(Reason.REJECTED, text), retried.id: RetryIn(LEASE, text)})
@@ -159,25 +159,25 @@ class SettlingCases(StoreCases):
     async def test_many_outcomes_are_settled_together(self, engine: AsyncEngine, store: Store) -> None:
         kinds = list(OUTCOMES.values())
         await queued(engine, store, *(message(body=str(n).encode()) for n in range(10 * len(kinds))))
-        async with store.claim(100, lease=LEASE, destination="q") as claim:
+        async with store.feed.claim(Selection(limit=100, lease=LEASE, destination="q")) as claim:
             outcomes = {attempt.id: kinds[n % len(kinds)] for n, attempt in enumerate(claim.attempts)}
             assert await claim.settle(outcomes) == frozenset()
         assert len(await store.dead_letters.list()) == 10
-        states = [stored.state for stored in await store.list_messages()]
+        states = [stored.state for stored in await store.inspection.list_messages()]
         assert sorted(states) == ["delivered"] * 20 + ["retrying"] * 10
         assert len(await claimed(store)) == 20  # of those given back, half are due only later
 
     async def test_settling_twice_writes_once(self, engine: AsyncEngine, store: Store) -> None:
         await queued(engine, store, message())
-        async with store.claim(1, lease=LEASE, destination="q") as claim:
+        async with store.feed.claim(Selection(limit=1, lease=LEASE, destination="q")) as claim:
             [attempt] = claim.attempts
             assert await claim.settle({attempt.id: RetryIn(LEASE, "x")}) == frozenset()
             assert await claim.settle({attempt.id: Done()}) == {attempt.id}
-        assert len(await store.list_messages()) == 1
+        assert len(await store.inspection.list_messages()) == 1
 
     async def test_a_part_of_a_claim_can_be_settled_before_the_rest(self, engine: AsyncEngine, store: Store) -> None:
         await queued(engine, store, message(), message())
-        async with store.claim(2, lease=LEASE, destination="q") as claim:
+        async with store.feed.claim(Selection(limit=2, lease=LEASE, destination="q")) as claim:
             assert await claim.settle({claim.attempts[0].id: Done()}) == frozenset()
             assert await claimed(store) == []
         assert [attempt.id for attempt in await claimed(store)] == [claim.attempts[1].id]
@@ -186,18 +186,18 @@ class SettlingCases(StoreCases):
 
     async def test_a_completion_commits_with_the_listeners_transaction(self, engine: AsyncEngine, store: Store) -> None:
         await queued(engine, store, message())
-        async with store.claim(1, lease=LEASE, destination="q") as claim:
+        async with store.feed.claim(Selection(limit=1, lease=LEASE, destination="q")) as claim:
             [attempt] = claim.attempts
             async with engine.begin() as connection:
                 assert await write(connection, store, *claim.completion(attempt)) == 1
             assert await claim.settle({attempt.id: Done(in_transaction=True)}) == frozenset()
-        assert await store.list_messages() == []
+        assert await store.inspection.list_messages() == []
 
     async def test_a_completion_rolls_back_with_the_listeners_transaction(
         self, engine: AsyncEngine, store: Store
     ) -> None:
         await queued(engine, store, message())
-        async with store.claim(1, lease=LEASE, destination="q") as claim:
+        async with store.feed.claim(Selection(limit=1, lease=LEASE, destination="q")) as claim:
             [attempt] = claim.attempts
             async with engine.connect() as connection:
                 assert await write(connection, store, *claim.completion(attempt)) == 1
@@ -209,7 +209,7 @@ class SettlingCases(StoreCases):
         self, engine: AsyncEngine, store: Store
     ) -> None:
         await queued(engine, store, message(), message())
-        async with store.claim(2, lease=LEASE, destination="q") as claim:
+        async with store.feed.claim(Selection(limit=2, lease=LEASE, destination="q")) as claim:
             first, second = claim.attempts
             retry, dead = RetryIn(timedelta(0), "x"), Dead(Reason.REJECTED, "y")
             async with engine.begin() as connection:
@@ -228,7 +228,7 @@ class SettlingCases(StoreCases):
         self, engine: AsyncEngine, store: Store
     ) -> None:
         await queued(engine, store, message())
-        async with store.claim(1, lease=LEASE, destination="q") as claim:
+        async with store.feed.claim(Selection(limit=1, lease=LEASE, destination="q")) as claim:
             [attempt] = claim.attempts
             async with engine.connect() as connection:
                 assert await connection.run_sync(claim.conclude, attempt, Dead(Reason.REJECTED, "x"))
@@ -238,7 +238,7 @@ class SettlingCases(StoreCases):
 
     async def test_a_failure_is_not_written_once_the_lease_was_lost(self, engine: AsyncEngine, store: Store) -> None:
         await queued(engine, store, message())
-        async with store.claim(1, lease=LEASE, destination="q") as claim:
+        async with store.feed.claim(Selection(limit=1, lease=LEASE, destination="q")) as claim:
             [attempt] = claim.attempts
             assert await claim.settle({attempt.id: Released()}) == frozenset()
             async with engine.begin() as connection:
@@ -250,24 +250,28 @@ class SettlingCases(StoreCases):
     ) -> None:
         await queued(engine, store, *(message() for _ in range(6)))
         async with (
-            store.claim(2, lease=LEASE, destination="q") as one,
-            store.claim(3, lease=LEASE, destination="q") as other,
+            store.feed.claim(Selection(limit=2, lease=LEASE, destination="q")) as one,
+            store.feed.claim(Selection(limit=3, lease=LEASE, destination="q")) as other,
         ):
             leases = [claim.lease_on(attempt) for claim in (one, other) for attempt in claim.attempts]
             async with engine.connect() as connection:
-                assert await connection.run_sync(store.complete, leases) == {lease.id for lease in leases}
+                assert await connection.run_sync(store.queues.complete, leases) == {lease.id for lease in leases}
                 await connection.rollback()
             async with engine.begin() as connection:
-                assert await connection.run_sync(store.complete, leases[1:]) == {lease.id for lease in leases[1:]}
-                assert await connection.run_sync(store.complete, leases) == {leases[0].id}  # the others are completed
+                assert await connection.run_sync(store.queues.complete, leases[1:]) == {
+                    lease.id for lease in leases[1:]
+                }
+                assert await connection.run_sync(store.queues.complete, leases) == {
+                    leases[0].id
+                }  # the others are completed
             for claim in (one, other):
                 done = {attempt.id: Done(in_transaction=True) for attempt in claim.attempts}
                 assert await claim.settle(done) == frozenset()
-        assert len(await store.list_messages()) == 1
+        assert len(await store.inspection.list_messages()) == 1
 
     async def test_a_completion_counts_once(self, engine: AsyncEngine, store: Store) -> None:
         await queued(engine, store, message())
-        async with store.claim(1, lease=LEASE, destination="q") as claim:
+        async with store.feed.claim(Selection(limit=1, lease=LEASE, destination="q")) as claim:
             [attempt] = claim.attempts
             async with engine.begin() as connection:
                 assert await write(connection, store, *claim.completion(attempt)) == 1
@@ -279,11 +283,11 @@ class SettlingCases(StoreCases):
     ) -> None:
         store = make_store(clean_up_after=NEVER)
         await queued(engine, store, message())
-        async with store.claim(1, lease=LEASE, destination="q") as claim:
+        async with store.feed.claim(Selection(limit=1, lease=LEASE, destination="q")) as claim:
             async with engine.begin() as connection:
                 assert await write(connection, store, *claim.completion(claim.attempts[0])) == 1
             await claim.settle({claim.attempts[0].id: Done(in_transaction=True)})
-        [stored] = await store.list_messages()
+        [stored] = await store.inspection.list_messages()
         assert stored.state == "sent"
 
     async def test_many_that_are_completed_are_kept_if_it_is_told_to(
@@ -291,12 +295,12 @@ class SettlingCases(StoreCases):
     ) -> None:
         store = make_store(clean_up_after=NEVER)
         await queued(engine, store, message(), message())
-        async with store.claim(2, lease=LEASE, destination="q") as claim:
+        async with store.feed.claim(Selection(limit=2, lease=LEASE, destination="q")) as claim:
             leases = [claim.lease_on(attempt) for attempt in claim.attempts]
             async with engine.begin() as connection:
-                assert await connection.run_sync(store.complete, leases) == {lease.id for lease in leases}
+                assert await connection.run_sync(store.queues.complete, leases) == {lease.id for lease in leases}
             await claim.settle({attempt.id: Done(in_transaction=True) for attempt in claim.attempts})
-        assert {stored.state for stored in await store.list_messages()} == {"sent"}
+        assert {stored.state for stored in await store.inspection.list_messages()} == {"sent"}
 
 
 async def _both(store: Store) -> list[Attempt]:

@@ -6,11 +6,11 @@ import asyncio
 import re
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
-from typing import Any, Literal, NoReturn, Self
+from typing import Any, Literal, Self
 
 import aiohttp
 from aiohttp.abc import AbstractResolver
@@ -19,13 +19,13 @@ from outbox.core import cloudevents, webhooks
 from outbox.core.cancellation import cancelled_from_outside
 from outbox.core.durations import Seconds, as_lifetime, configured
 from outbox.core.errors import ConfigurationError
-from outbox.core.listener import Listener
 from outbox.core.message import Message
-from outbox.core.transport import Defaults, Delivery, Features, Published, Refusal, Report
+from outbox.core.transport import Defaults, Features, Published, Refusal, Report, Transport, unreported
 from outbox.transports.http.answers import is_taken, refusal
-from outbox.transports.http.exchange import Exchange
-from outbox.transports.http.guard import AddressRefused, CheckedResolver, check_url, checked_socket
-from outbox.transports.http.place import Place
+from outbox.transports.http.client import HttpClient
+from outbox.transports.http.destination import LIKE_A_TOKEN, HttpDestination
+from outbox.transports.http.options import HttpOptions
+from outbox.transports.http.ssrf import AddressRefused, CheckedResolver, check_url, checked_socket
 
 __all__ = ["HttpTransport", "check_url"]
 
@@ -43,19 +43,19 @@ AT_ONCE = 1.0  # seconds in which a request is sent again whose connection was c
 Mode = Literal["structured", "binary"]
 Write = Callable[[Message, str], tuple[dict[str, str], bytes]]
 
-_DEFAULTS = Defaults()
+_OPTIONS = HttpOptions()
 _MODES: Mapping[str, Write] = {"structured": cloudevents.structured, "binary": cloudevents.binary}
 _TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
-_LIKE_A_TOKEN = re.compile(r"(?=.*[0-9])(?=.*[A-Za-z]).{12,}")  # part of a path that is no word
 _OURS = ("content-", "ce-", "webhook-", "transfer-encoding", "host", "connection", "expect")
 
 
-class HttpTransport:
+class HttpTransport(Transport):
     """One destination. 2xx means sent; what another answer means, and no answer, says `docs/learn/sending.md`."""
 
     name = "http"
-    features = Features(consumes=False, delays=False, keeps_dead_letters=False, shares_outages=True)
-    dead_letters = None
+    features = Features(
+        consumes=False, delays=False, keeps_dead_letters=False, reports_answers=True, shares_outages=True
+    )
 
     def __init__(
         self,
@@ -69,13 +69,13 @@ class HttpTransport:
         concurrency: int = CONCURRENCY,  # requests under way at once
         timeout: Seconds = WITHIN,  # for an answer, connecting included
         headers: Mapping[str, str] | None = None,  # with every request
-        name: str | None = None,  # of the route; default: the URL without user, password and query
+        name: str | None = None,  # of the route; default: the URL without user, password, query and tokens
         ssl_context: ssl.SSLContext | None = None,  # default: the authorities that this machine trusts
         resolver: AbstractResolver | None = None,  # default: this machine's
     ) -> None:
-        self._place = Place.of(url, plain_http=plain_http, untrusted=untrusted)
-        self.route = name or self._place.name
-        self.address = self._place.name
+        self._destination = HttpDestination.of(url, plain_http=plain_http, untrusted=untrusted)
+        self.route = name or self._destination.name
+        self.address = self._destination.name
         if source is not None:
             cloudevents.check_source(source)
         self._source = source
@@ -86,8 +86,8 @@ class HttpTransport:
         self._concurrency = _checked_concurrency(concurrency)
         self._timeout = _checked_timeout(timeout)
         self._within = self._timeout.total_seconds()
-        self._headers = _checked_headers(headers or {}, self._place)
-        self._secret = _secret_words(self._headers, self._place)
+        self._headers = _checked_headers(headers or {}, self._destination)
+        self._secret = _secret_words(self._headers, self._destination)
         self._ssl_context = ssl_context
         self._resolver = resolver
         self._opened = 0  # several relays of a process may share this transport
@@ -100,14 +100,15 @@ class HttpTransport:
         return transport
 
     def adopt(self, defaults: Defaults) -> None:
+        options = defaults.chosen(HttpOptions)
         if self._source is None:
-            self._source = defaults.source
+            self._source = options.source
         if self._unsaid_secrets:
-            self._secrets = defaults.webhook_secrets
+            self._secrets = options.webhook_secrets
 
     def __repr__(self) -> str:
         """Where it sends to, without what may be secret in the URL."""
-        return f"HttpTransport({self._place.host!r})"
+        return f"HttpTransport({self._destination.host!r})"
 
     async def open(self) -> None:
         """Connections are made when they are needed, and kept for the next request."""
@@ -116,35 +117,26 @@ class HttpTransport:
             self._now = asyncio.get_running_loop().time
             self._slots = asyncio.Semaphore(self._concurrency)
             self._answered = float("-inf")  # when the destination last answered at all
-            self._exchange = Exchange(self._place.url, self._headers, self._connector())
+            self._client = HttpClient(self._destination.url, self._headers, self._connector())
 
     async def close(self) -> None:
         self._opened -= 1
         if not self._opened:
-            await self._exchange.close()
+            await self._client.close()
 
-    async def publish(self, messages: Sequence[Message]) -> Published:
-        return await self.publish_and_report(messages, lambda published: None)
-
-    async def publish_and_report(self, messages: Sequence[Message], report: Report) -> Published:
-        batch = _Batch(iter(messages), self._now() + (BATCH_WITHIN - self._timeout).total_seconds(), report)
+    async def publish(self, messages: Sequence[Message], report: Report = unreported) -> Published:
+        batch = _PostedBatch(iter(messages), self._now() + (BATCH_WITHIN - self._timeout).total_seconds(), report)
         with closing(batch):
             await asyncio.gather(*(self._work(batch) for _ in range(min(self._concurrency, len(messages)))))
         # Only now: a request may have failed before another one of its time was answered.
         for silence in batch.silences:
-            if self._answered > silence.trial.went_out_at:
-                batch.refused[silence.id] = Refusal(f"{self._place.host} answers others: {silence.error}")
+            if self._answered > silence.request.went_out_at:
+                batch.refused[silence.id] = Refusal(f"{self._destination.host} answers others: {silence.error}")
         why = batch.silences[0].error if batch.silences else ""
-        asked = bool(batch.silences or batch.confirmed or batch.refused)
-        return Published(frozenset(batch.confirmed), batch.refused, why, asked)
+        published = Published(frozenset(batch.confirmed), batch.refused, why)
+        return published if batch.silences or published.answered else replace(published, asked=False)
 
-    async def declare(self, listeners: Sequence[Listener]) -> None:
-        _cannot_deliver()
-
-    def consume(self, listener: Listener, prefetch: int) -> AsyncIterator[Delivery]:
-        _cannot_deliver()
-
-    async def _work(self, batch: _Batch) -> None:
+    async def _work(self, batch: _PostedBatch) -> None:
         """Post one message after the other. What cannot be answered within the relay's time is not begun."""
         while await self._slot(batch.last_start):
             try:
@@ -159,7 +151,7 @@ class HttpTransport:
                 self._slots.release()
 
     async def _slot(self, until: float) -> bool:
-        """A place among the requests under way, unless none is free in time."""
+        """A destination among the requests under way, unless none is free in time."""
         if self._now() > until:
             return False
         if not self._slots.locked():
@@ -170,21 +162,27 @@ class HttpTransport:
         except TimeoutError:
             return False
 
-    async def _post(self, message: Message, batch: _Batch) -> None:
-        trial = _Trial(self._now)
+    async def _post(self, message: Message, batch: _PostedBatch) -> None:
+        sent = _SentRequest(self._now)
         try:
-            found = await self._answer(message, trial)
+            request = self._request(message)
+        except Exception as cause:  # noqa: BLE001 - another program wrote its row, and no later attempt can write it
+            text = f"it cannot be written as a request: {_described(cause)}"
+            batch.refuse(message.id, Refusal(text, permanent=True, unsent=True))
+            return
+        try:
+            found = await self._answer(request, sent)
         except asyncio.CancelledError:
             if cancelled_from_outside():
                 raise
-            batch.silences.append(_Silence(message.id, trial, "the client gave up"))
+            batch.silences.append(_Silence(message.id, sent, "the client gave up"))
         except TimeoutError:
             error = f"no answer within {self._timeout.total_seconds():g} s"
-            batch.silences.append(_Silence(message.id, trial, error))
+            batch.silences.append(_Silence(message.id, sent, error))
         except AddressRefused as error:
-            batch.refuse(message.id, Refusal(f"{self._place.host}: {error}"))
+            batch.refuse(message.id, Refusal(f"{self._destination.host}: {error}"))
         except (aiohttp.ClientError, OSError) as error:
-            batch.silences.append(_Silence(message.id, trial, self._hidden(_described(error).encode()).decode()))
+            batch.silences.append(_Silence(message.id, sent, self._hidden(_described(error).encode()).decode()))
         except Exception as error:  # noqa: BLE001 - one message that cannot be sent must not take others with it
             batch.refuse(message.id, Refusal(_described(error)))
         else:
@@ -193,32 +191,35 @@ class HttpTransport:
             else:
                 batch.refuse(message.id, found)
 
-    async def _answer(self, message: Message, trial: _Trial) -> Refusal | None:
+    def _request(self, message: Message) -> bytes:
+        headers, body = self._write(message, self._source or _OPTIONS.source)
+        if self._secrets is not None:
+            headers |= webhooks.sign(self._secrets, message.id, int(time.time()), body)
+        return self._client.request(headers, body)
+
+    async def _answer(self, request: bytes, sent: _SentRequest) -> Refusal | None:
         """Why the destination does not take the message; None if it does."""
         began = self._now()
         over_a_kept_connection = began - self._answered < KEEP_ALIVE
         try:
-            return await self._ask(message, trial)
+            return await self._ask(request, sent)
         except aiohttp.ClientConnectionError as error:
             # A server may close a connection that it kept just as a request goes out. That tells nothing of either.
             at_once = self._now() - began < AT_ONCE
             if isinstance(error, aiohttp.ClientConnectorError) or not (over_a_kept_connection and at_once):
                 raise
-            return await self._ask(message, trial)
+            return await self._ask(request, sent)
 
-    async def _ask(self, message: Message, trial: _Trial) -> Refusal | None:
-        trial.went_out_at = NOT_YET
-        headers, body = self._write(message, self._source or _DEFAULTS.source)
-        if self._secrets is not None:
-            headers |= webhooks.sign(self._secrets, message.id, int(time.time()), body)
+    async def _ask(self, request: bytes, sent: _SentRequest) -> Refusal | None:
+        sent.went_out_at = NOT_YET
         async with asyncio.timeout(self._within):
-            answer = await self._exchange.post(headers, body, trial.went_out)
+            answer = await self._client.post(request, sent.went_out)
         self._answered = self._now()
         said = await answer.read()
         if is_taken(answer.status):
             return None
         found = refusal(answer.status, answer.headers.get("retry-after"), self._hidden(said), datetime.now(UTC))
-        return replace(found, error=f"{self._place.host}: {found.error}")
+        return replace(found, error=f"{self._destination.host}: {found.error}")
 
     def _hidden(self, text: bytes) -> bytes:
         """Without what a destination may repeat of a request and nobody else must see."""
@@ -237,7 +238,7 @@ class HttpTransport:
 
 
 @dataclass(slots=True)
-class _Trial:
+class _SentRequest:
     """A request on its way. Until it goes out, nothing that happens is about its message."""
 
     now: Callable[[], float]
@@ -252,11 +253,11 @@ class _Silence:
     """A request that got no answer."""
 
     id: str
-    trial: _Trial
+    request: _SentRequest
     error: str
 
 
-class _Batch:
+class _PostedBatch:
     """Messages to post, and what became of them. Answers are reported as they come, those of a moment together."""
 
     def __init__(self, messages: Iterator[Message], last_start: float, report: Report) -> None:
@@ -305,10 +306,6 @@ def _described(error: Exception) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _cannot_deliver() -> NoReturn:
-    raise ConfigurationError("over HTTP messages come by themselves: serve http_app(listeners) instead of a worker")
-
-
 def _checked_mode(mode: str) -> Write:
     if mode not in _MODES:
         raise ConfigurationError(f"mode={mode!r}: one of {', '.join(map(repr, _MODES))}")
@@ -328,10 +325,10 @@ def _checked_timeout(timeout: Seconds) -> timedelta:
     return within
 
 
-def _checked_headers(headers: Mapping[str, str], place: Place) -> dict[str, str]:
+def _checked_headers(headers: Mapping[str, str], destination: HttpDestination) -> dict[str, str]:
     checked = {"user-agent": "transactional-outbox"}
-    if place.authorization is not None:
-        checked["authorization"] = place.authorization
+    if destination.authorization is not None:
+        checked["authorization"] = destination.authorization
     for name, value in headers.items():
         lower = name.lower()
         if lower.startswith(_OURS):
@@ -342,10 +339,11 @@ def _checked_headers(headers: Mapping[str, str], place: Place) -> dict[str, str]
     return checked
 
 
-def _secret_words(headers: Mapping[str, str], place: Place) -> re.Pattern[bytes]:
+def _secret_words(headers: Mapping[str, str], destination: HttpDestination) -> re.Pattern[bytes]:
     """Finds what travels with every request and may be secret: headers, the password, the query, tokens in the path."""
     values = [value for name, value in headers.items() if name != "user-agent"]
-    words = {word for value in (*values, place.password, *place.url.query.values()) for word in value.split()}
-    words |= {part for part in (*place.url.parts, *place.url.raw_parts) if _LIKE_A_TOKEN.fullmatch(part)}
+    queried = (value or name for name, value in destination.url.query.items())
+    words = {word for value in (*values, destination.password, *queried) for word in value.split()}
+    words |= {part for part in (*destination.url.parts, *destination.url.raw_parts) if LIKE_A_TOKEN.fullmatch(part)}
     secret = sorted((re.escape(word.encode()) for word in words if len(word) >= SHORTEST_SECRET), key=len, reverse=True)
     return re.compile(b"|".join(secret) or b"(?!)")

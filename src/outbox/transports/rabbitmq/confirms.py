@@ -9,7 +9,7 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 
-class Answer(Enum):
+class BrokerAnswer(Enum):
     """What became of one publish."""
 
     CONFIRMED = auto()  # a positive acknowledgement of its own number, and it was not returned
@@ -39,19 +39,19 @@ class Window:
         self.first = first
         self.last = first + len(batch) - 1
         self.batch = batch
-        self.answers = [Answer.UNKNOWN] * len(batch)
+        self.answers = [BrokerAnswer.UNKNOWN] * len(batch)
         self.done = done
         self._low = 0  # everything before it is answered
         self._missing = len(batch)
         self._returned: set[int] = set()
 
-    def answer(self, tag: int, multiple: bool, answer: Answer) -> None:
+    def answer(self, tag: int, multiple: bool, answer: BrokerAnswer) -> None:
         end = min(tag, self.last) - self.first
         answers = self.answers
         for position in range(self._low, end + 1) if multiple else (end,):
-            if answers[position] is Answer.UNKNOWN:
+            if answers[position] is BrokerAnswer.UNKNOWN:
                 # A return comes before the acknowledgement of the same publish.
-                answers[position] = Answer.RETURNED if position in self._returned else answer
+                answers[position] = BrokerAnswer.RETURNED if position in self._returned else answer
                 self._missing -= 1
         if multiple:
             self._low = end + 1
@@ -66,7 +66,7 @@ class Window:
                 and outgoing.routing_key == routing_key
                 and outgoing.exchange == exchange
                 and position not in self._returned
-                and self.answers[position] is Answer.UNKNOWN
+                and self.answers[position] is BrokerAnswer.UNKNOWN
             ):
                 self._returned.add(position)
                 return True
@@ -87,7 +87,7 @@ class Confirms:
         self._windows.append(window)
         return window
 
-    def answered(self, tag: int, multiple: bool, answer: Answer) -> None:
+    def answered(self, tag: int, multiple: bool, answer: BrokerAnswer) -> None:
         """The broker's answer for one publish, or for all up to it."""
         windows = self._windows
         while windows and windows[0].done.done():

@@ -10,14 +10,15 @@ from aiormq.abc import AbstractChannel
 from aiormq.exceptions import ChannelAccessRefused, ChannelLockedResource, ChannelNotFoundEntity
 
 from outbox.core.errors import ConfigurationError
+from outbox.core.retry import RetryPolicy
 from outbox.core.store import QueueBacklog
-from outbox.transports.rabbitmq.channels import Wire
-from outbox.transports.rabbitmq.declaring import Asking
+from outbox.transports.rabbitmq.channel import BrokerConnection
+from outbox.transports.rabbitmq.declaring import ReopeningChannel
 from outbox.transports.rabbitmq.management import Counts, Seen
-from outbox.transports.rabbitmq.topology import Names
+from outbox.transports.rabbitmq.topology import LONGEST_DELAY, Names
 
 COUNT_WITHIN = 3.0  # seconds for all queues together
-CLOSE_WITHIN = 0.5  # seconds
+COUNTING_CLOSED_WITHIN = 0.5  # seconds
 
 NAME = "rabbitmq"
 
@@ -27,21 +28,21 @@ _UNTOLD = Counts(None, None)
 class Counting:
     """A connection for any number of counts. A broker with an alarm does not answer on one that has published."""
 
-    def __init__(self, connect: Callable[[], Awaitable[Wire]]) -> None:
+    def __init__(self, connect: Callable[[], Awaitable[BrokerConnection]]) -> None:
         self._connect = connect
-        self._wire: Wire | None = None
+        self._connection: BrokerConnection | None = None
 
     async def channel(self) -> AbstractChannel:
-        if self._wire is None or self._wire.ended.done():
-            self._wire = await self._connect()
-        return await self._wire.client_channel()
+        if self._connection is None or self._connection.ended.done():
+            self._connection = await self._connect()
+        return await self._connection.client_channel()
 
     async def close(self) -> None:
-        wire, self._wire = self._wire, None
-        if wire is not None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
             with suppress(Exception):
-                async with asyncio.timeout(CLOSE_WITHIN):
-                    await wire.close()
+                async with asyncio.timeout(COUNTING_CLOSED_WITHIN):
+                    await connection.close()
 
 
 def of_listeners(names: Names, recorded: Iterable[str]) -> set[str]:
@@ -49,8 +50,18 @@ def of_listeners(names: Names, recorded: Iterable[str]) -> set[str]:
     return {queue for queue in recorded if queue and queue.startswith(names.queue_prefix) and _possible(names, queue)}
 
 
+def counted_delays(names: Names, policies: Iterable[RetryPolicy | None]) -> list[str]:
+    """Where retries of these policies wait, as far as their delays can be listed.
+
+    Those of a function or of jitter may be any of the STEPS. They are not asked for one by one: each that is missing
+    costs a channel, and all queues together have COUNT_WITHIN. The management interface names them.
+    """
+    found = {delay for policy in policies if policy is not None for delay in policy.known_delays() or ()}
+    return [names.delay(each) for each in sorted(found) if each <= LONGEST_DELAY]
+
+
 async def queue_backlogs(
-    asking: Asking, names: Names, queues: Iterable[str], delays: Iterable[str], seen: Seen | None
+    asking: ReopeningChannel, names: Names, queues: Iterable[str], delays: Iterable[str], seen: Seen | None
 ) -> list[QueueBacklog]:
     """What lies in these queues of listeners, in all that the management interface names, and behind delays."""
     found = []
@@ -96,21 +107,24 @@ def untold(names: Names, queues: Iterable[str]) -> list[QueueBacklog]:
     ]
 
 
-async def count(asking: Asking, queue: str, seen: Seen | None = None) -> Counts | None:
-    """How much a queue holds; None: there is no such queue."""
+async def count(asking: ReopeningChannel, queue: str, seen: Seen | None = None) -> Counts | None:
+    """How much a queue holds; None: there is no such queue.
+
+    The management interface is some seconds late. What workers hold is all that it alone can tell.
+    """
+    told = None
     if seen is not None:
         if queue not in seen.queues:
             return None
-        counts = seen.queues[queue].counts
-        if counts is not None:
-            return counts
+        told = seen.queues[queue].counts
     try:
         found = await asking.ask(lambda channel: channel.queue_declare(queue, passive=True))
     except ChannelNotFoundEntity:
         return None
     except (ChannelAccessRefused, ChannelLockedResource):  # this user may not ask, or one connection has it to itself
-        return _UNTOLD
-    return Counts(found.message_count or 0, found.consumer_count or 0)
+        return told or _UNTOLD
+    held = None if told is None else told.unacknowledged
+    return Counts((found.message_count or 0) + (held or 0), found.consumer_count or 0, held)
 
 
 def _possible(names: Names, queue: str) -> bool:

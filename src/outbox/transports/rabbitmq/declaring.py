@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -19,11 +20,11 @@ from aiormq.exceptions import (
 from outbox.core.errors import ConfigurationError
 from outbox.core.listener import Listener
 from outbox.core.retry import RetryPolicy
-from outbox.transports.rabbitmq.comparing import Mismatch, Weight
+from outbox.transports.rabbitmq.mismatch import Mismatch, Severity
 from outbox.transports.rabbitmq.topology import Exchange, Names, Queue, QueueBinding, Topology, open_ended
 
 OpenChannel = Callable[[], Awaitable[AbstractChannel]]
-Answer = TypeVar("Answer")
+Answered = TypeVar("Answered")
 
 PRINTED = "`outbox topology MODULE:ATTRIBUTE` prints what the listeners need, for RabbitMQ's definitions or Terraform"
 
@@ -63,12 +64,16 @@ async def declare_for(
     if not declared.configures and any(open_ended(listener, retry_policy) for listener in listeners):
         topology = Topology.of(names, listeners, default, server_version=server_version, steps=True)
         declared = await declare(open_channel, topology)
+    if not declared.configures and not topology.delays:
+        provisioned = Topology.of(names, listeners, default, server_version=server_version, way_back=True)
+        with suppress(ConfigurationError):  # it is not there: what needs it is told then
+            return provisioned, await declare(open_channel, provisioned)
     return topology, declared
 
 
 async def declare(open_channel: OpenChannel, topology: Topology) -> Declared:
     """Make what is missing, or see that it is there if this user may not; ConfigurationError says what to do."""
-    declaring = Declaring(Asking(open_channel))
+    declaring = Declaring(ReopeningChannel(open_channel))
     try:
         for exchange in topology.exchanges:
             await declaring.exchange(exchange)
@@ -91,14 +96,14 @@ async def declare(open_channel: OpenChannel, topology: Topology) -> Declared:
         await declaring.asking.close()
 
 
-class Asking:
+class ReopeningChannel:
     """Questions to the broker: a refused one costs the channel, so that the next gets another."""
 
     def __init__(self, open_channel: OpenChannel) -> None:
         self._open = open_channel
         self._channel: AbstractChannel | None = None
 
-    async def ask(self, question: Callable[[AbstractChannel], Awaitable[Answer]]) -> Answer:
+    async def ask(self, question: Callable[[AbstractChannel], Awaitable[Answered]]) -> Answered:
         channel = self._channel = self._channel or await self._open()
         try:
             return await question(channel)
@@ -115,7 +120,7 @@ class Asking:
 class Declaring:
     """What has been declared so far, and what stood in the way."""
 
-    asking: Asking
+    asking: ReopeningChannel
     refused: set[str] = field(default_factory=set)  # kinds of things that this user may not make
     missing: list[str] = field(default_factory=list)
     wrong: list[Mismatch] = field(default_factory=list)
@@ -267,9 +272,9 @@ class Declaring:
                 return
 
     def _note(self, mismatch: Mismatch) -> None:
-        if mismatch.weight is Weight.WRONG:
+        if mismatch.weight is Severity.WRONG:
             self.wrong.append(mismatch)
-        elif mismatch.weight is Weight.WEAKER:
+        elif mismatch.weight is Severity.WEAKER:
             self.weaker.append(mismatch)
 
 

@@ -21,9 +21,9 @@ from aiormq.connection import TransportFactory
 from pamqp import base, commands, frame
 from yarl import URL
 
-from outbox.transports.rabbitmq.channels import Ended, Incoming, Lost
-from outbox.transports.rabbitmq.confirms import Answer, Confirms, Outgoing
-from outbox.transports.rabbitmq.properties import Envelope
+from outbox.transports.rabbitmq.channel import CANCELLED, Ended, Incoming, Lost
+from outbox.transports.rabbitmq.confirms import BrokerAnswer, Confirms, Outgoing
+from outbox.transports.rabbitmq.envelope import Envelope
 
 ANSWER_WITHIN = 10.0  # seconds in which the broker answers to what is asked of it
 USUAL_FRAME = 131_072  # bytes, where the broker sets no limit
@@ -135,7 +135,7 @@ class _Factory(TransportFactory):
         return self.tap, self.writer
 
 
-class FrameWire:
+class FrameConnection:
     """A connection of aiormq's with channels of our own beside its."""
 
     def __init__(self, connection: aiormq.Connection, tap: Tap, writer: asyncio.StreamWriter) -> None:
@@ -155,7 +155,7 @@ class FrameWire:
         self._numbers = tune.channel_max or 65_535
 
     @classmethod
-    async def connect(cls, url: URL, name: str) -> FrameWire:
+    async def connect(cls, url: URL, name: str) -> FrameConnection:
         factory = _Factory()
         connection = aiormq.Connection(url, transport_factory=factory, client_properties={"connection_name": name})
         said: list[base.Frame] = []
@@ -257,8 +257,8 @@ class FrameWire:
 class FrameChannel:
     """One channel whose frames are written and read here."""
 
-    def __init__(self, wire: FrameWire, number: int) -> None:
-        self._wire = wire
+    def __init__(self, connection: FrameConnection, number: int) -> None:
+        self._connection = connection
         self._number = number
         self.ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
         self._confirms = Confirms()
@@ -278,12 +278,12 @@ class FrameChannel:
         await self._ask(commands.Channel.Open())
         await self._ask(commands.Confirm.Select())
 
-    async def publish(self, batch: Sequence[Outgoing], within: float) -> list[Answer]:
+    async def publish(self, batch: Sequence[Outgoing], within: float) -> list[BrokerAnswer]:
         if self.ended.done():
             raise Lost(self.ended.result())
         data = self._written(batch)
         window = self._confirms.expect(batch)
-        self._wire.write(data)
+        self._connection.write(data)
         await asyncio.wait([window.done], timeout=within)
         if not window.done.done():
             self.retire(f"no answer to a publish within {within:g} s")  # later answers would be taken for others'
@@ -293,11 +293,11 @@ class FrameChannel:
         """Announce a message of one byte."""
         properties = b"\0\0"
         header = _HEADER_FRAME.pack(_HEADER, self._number, 12 + len(properties), _BASIC_CLASS, 0, 1)
-        self._wire.write(self._route("", "") + header + properties + _FRAME_END)
+        self._connection.write(self._route("", "") + header + properties + _FRAME_END)
 
     def go_on_publishing(self) -> None:
         """Send nothing of that byte."""
-        self._wire.write(_FRAME.pack(_BODY, self._number, 0) + _FRAME_END)
+        self._connection.write(_FRAME.pack(_BODY, self._number, 0) + _FRAME_END)
 
     async def consume(self, queue: str, prefetch: int, taken: Callable[[Incoming], object]) -> None:
         self._taken, self._prefetch = taken, prefetch
@@ -313,7 +313,7 @@ class FrameChannel:
         if self.ended.done():
             return
         number = self._number
-        self._wire.write(
+        self._connection.write(
             b"".join(
                 [
                     *(_SETTLING.pack(_METHOD, number, 13, _ACKED, tag, multiple, _END) for tag, multiple in acks),
@@ -329,13 +329,13 @@ class FrameChannel:
         if not self.ended.done():
             with suppress(Lost, TimeoutError):
                 await self._ask(_GOODBYE)
-                self._wire.forget(self._number)
+                self._connection.forget(self._number)
             self.end(Ended("closed"))
 
     def retire(self, reason: str) -> None:
         if not self.ended.done():
             self.end(Ended(reason))
-            self._wire.write(frame.marshal(_GOODBYE, self._number))  # the answer sets the number free
+            self._connection.write(frame.marshal(_GOODBYE, self._number))  # the answer sets the number free
 
     def end(self, ended: Ended) -> None:
         """Nothing comes or goes any more."""
@@ -351,7 +351,7 @@ class FrameChannel:
             if self.ended.done():
                 raise Lost(self.ended.result())
             self._reply = asyncio.get_running_loop().create_future()
-            self._wire.write(frame.marshal(method, self._number))
+            self._connection.write(frame.marshal(method, self._number))
             try:
                 async with asyncio.timeout(ANSWER_WITHIN):
                     return await self._reply
@@ -366,7 +366,7 @@ class FrameChannel:
 
     def _written(self, batch: Sequence[Outgoing]) -> bytes:
         """The frames of all messages in one piece."""
-        number, largest = self._number, self._wire.frame_max - _FRAME.size - 1
+        number, largest = self._number, self._connection.frame_max - _FRAME.size - 1
         parts: list[bytes] = []
         for outgoing in batch:
             route = self._routes.get((outgoing.exchange, outgoing.routing_key))
@@ -422,7 +422,7 @@ class FrameChannel:
             self._opening = announced(data, start)
         elif index in (_ACKED, _NACKED):
             tag, bits = _TAG_AND_BITS.unpack_from(data, start)
-            answer = Answer.CONFIRMED if index == _ACKED else Answer.REJECTED
+            answer = BrokerAnswer.CONFIRMED if index == _ACKED else BrokerAnswer.REJECTED
             self._confirms.answered(tag, bool(bits & 1), answer)
         elif index == _RETURN:
             _, at = short_text(data, start + 2)
@@ -431,13 +431,13 @@ class FrameChannel:
         elif index == _CLOSE:
             close = commands.Channel.Close()
             close.unmarshal(data[start:end])
-            self._wire.write(frame.marshal(commands.Channel.CloseOk(), self._number))
-            self._wire.forget(self._number)
+            self._connection.write(frame.marshal(commands.Channel.CloseOk(), self._number))
+            self._connection.forget(self._number)
             self.end(Ended(close.reply_text or "closed by the broker", close.reply_code))
         elif index == _CANCEL:
-            self.retire("the broker cancelled the consumer: its queue was deleted, or moves to another node")
+            self.retire(CANCELLED)
         elif index == _CLOSE_OK and self.ended.done():
-            self._wire.forget(self._number)
+            self._connection.forget(self._number)
         elif self._reply is not None and not self._reply.done():
             method = commands.INDEX_MAPPING[index]()
             method.unmarshal(data[start:end])

@@ -18,8 +18,8 @@ from pamqp import commands
 from pamqp.header import ContentHeader
 
 from outbox.core.errors import Undecodable
+from outbox.transports.rabbitmq.envelope import Envelope
 from outbox.transports.rabbitmq.frames import announced
-from outbox.transports.rabbitmq.properties import Envelope
 
 _METHOD, _HEADER = 1, 2
 _FRAME, _INDEX, _BODY_SIZE = Struct(">BHI"), Struct(">I"), Struct(">Q")
@@ -36,7 +36,7 @@ class Unparsed(ContentHeader):
                 self.properties.message_id = Envelope.read(raw).text("message_id")  # returns are told apart by it
 
 
-class Guard:
+class FrameGuard:
     """Stands before the frames of one connection."""
 
     def __init__(self, receiver: FrameReceiver) -> None:
@@ -47,7 +47,7 @@ class Guard:
         receiver.get_frame = self.get_frame  # type: ignore[method-assign]
 
     @classmethod
-    def of(cls, connection: AbstractConnection) -> Guard | None:
+    def of(cls, connection: AbstractConnection) -> FrameGuard | None:
         """The one of this connection; none if the client library is not built as it was when this was written."""
         task = getattr(getattr(connection, "_reader_task", None), "task", None)
         frame = getattr(task.get_coro(), "cr_frame", None) if isinstance(task, asyncio.Task) else None
@@ -55,7 +55,7 @@ class Guard:
         if not isinstance(receiver, FrameReceiver):
             return None
         guard = getattr(receiver.get_frame, "__self__", None)
-        return guard if isinstance(guard, Guard) else cls(receiver)
+        return guard if isinstance(guard, FrameGuard) else cls(receiver)
 
     async def get_frame(self) -> Any:
         """What aiormq calls for each frame."""

@@ -20,7 +20,7 @@ from outbox.core.urls import check_credentials
 from outbox.transports.rabbitmq.topology import Names, QueueBinding
 
 PORT, SECURE_PORT = 15672, 15671  # where it listens unless it was told otherwise
-PATIENCE = 10.0  # seconds for an answer
+MANAGEMENT_WITHIN = 10.0  # seconds for an answer
 OK = 200
 
 _MEANING = {
@@ -75,7 +75,7 @@ class Seen:
         return tuple(sorted(each.routing_key for each in found))
 
 
-async def see(management_url: str, broker_url: str, *, within: float = PATIENCE) -> Seen:
+async def see(management_url: str, broker_url: str, *, within: float = MANAGEMENT_WITHIN) -> Seen:
     """Ask for everything; the broker's URL says who asks and for which virtual host, unless the other one says who."""
     ask = _asking(management_url, broker_url, within)
     exchanges, queues, bindings = [await ask(kind) for kind in ("exchanges", "queues", "bindings")]
@@ -91,7 +91,7 @@ async def see(management_url: str, broker_url: str, *, within: float = PATIENCE)
 
 
 async def bindings_of(
-    queues: Collection[str], management_url: str, broker_url: str, *, within: float = PATIENCE
+    queues: Collection[str], management_url: str, broker_url: str, *, within: float = MANAGEMENT_WITHIN
 ) -> list[QueueBinding]:
     """What these queues are bound to. Each is asked for by itself: a virtual host may have thousands."""
     ask = _asking(management_url, broker_url, within)

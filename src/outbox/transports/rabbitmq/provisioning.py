@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from outbox.core.transport import Provisioning
 from outbox.transports.rabbitmq.topology import Exchange, Topology
 
 NOTHING = "^$"  # a permission that matches no name
@@ -35,6 +36,29 @@ def permissions(topology: Topology) -> tuple[Permissions, ...]:
             write=rf"^{exchange}\.(delay_.*|dlx|trial_.*)$",
             read=_any_of(topology.consumed, rf"{exchange}\.dlx", trials),
         ),
+    )
+
+
+def provisioning(topology: Topology, vhost: str, users: Mapping[str, str]) -> Provisioning:
+    """All that `outbox topology` prints."""
+    return Provisioning(
+        tables=(
+            (("exchange", "type"), [(each.name, each.kind) for each in _exchanges(topology)]),
+            (("queue", "arguments"), [(queue.name, _listed(queue.arguments)) for queue in topology.queues]),
+            (
+                ("exchange", "routing key", "queue"),
+                [(each.exchange, each.routing_key, each.queue) for each in topology.bindings],
+            ),
+            (
+                ("user", "configure", "write", "read"),
+                [
+                    (users.get(each.role, each.role), each.configure, each.write, each.read)
+                    for each in permissions(topology)
+                ],
+            ),
+        ),
+        definitions=definitions(topology, vhost, users),
+        terraform=terraform(topology, vhost, users),
     )
 
 
@@ -202,6 +226,10 @@ def _exchanges(topology: Topology) -> Iterator[Exchange]:
     yield from topology.exchanges
     if topology.marker is not None:
         yield topology.marker
+
+
+def _listed(arguments: Mapping[str, object]) -> str:
+    return ", ".join(f"{name}={json.dumps(value)}" for name, value in arguments.items())
 
 
 def _any_of(names: Iterable[str], *patterns: str) -> str:

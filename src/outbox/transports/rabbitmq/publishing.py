@@ -1,4 +1,4 @@
-"""Publishing: batches on one channel, each message with an answer of its own. One that is bad is found and left out."""
+"""BatchPublisher: batches on one channel, an answer for each message. One that is bad is found and left out."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from contextlib import suppress
 
 from outbox.core.errors import TransportUnavailable
 from outbox.core.transport import Refusal
-from outbox.transports.rabbitmq.channels import Channel, Ended, Lost, Wire
-from outbox.transports.rabbitmq.confirms import Answer, Outgoing
-from outbox.transports.rabbitmq.link import Link, blocked
+from outbox.transports.rabbitmq.channel import BrokerConnection, Channel, Ended, Lost
+from outbox.transports.rabbitmq.confirms import BrokerAnswer, Outgoing
+from outbox.transports.rabbitmq.connection import SupervisedConnection, blocked
 
-CLOSE_WITHIN = 5.0  # seconds
-AGAIN = 0.1  # seconds between two tries to find a connection that a bad message closed
+PUBLISHER_CLOSED_WITHIN = 5.0  # seconds
+SEARCH_AGAIN = 0.1  # seconds between two tries to find a connection that a bad message closed
 FRAME_AROUND = 20  # bytes of a header frame that are no properties
-ANSWER_WITHIN = 20.0  # seconds for the answers to a batch; then the channel is given up
+CONFIRMED_WITHIN = 20.0  # seconds for the answers to a batch; then the channel is given up
 
-Result = Answer | Refusal
+Result = BrokerAnswer | Refusal
 
 # What the broker says when it closes a channel over an exchange, and not over the message.
 _EXCHANGE = re.compile(r"(?:no exchange|access to exchange) '(?P<name>.*?)' in vhost")
@@ -30,11 +30,11 @@ _MESSAGES_FAULT = frozenset({311, _ACCESS_REFUSED, _PRECONDITION_FAILED, 501, 50
 _CONNECTIONS = 500  # codes from here on close a connection
 
 
-class Publishing:
+class BatchPublisher:
     """Any number of batches at once on the current connection's channel."""
 
-    def __init__(self, link: Link, *, within: float = ANSWER_WITHIN) -> None:
-        self._link = link
+    def __init__(self, supervised: SupervisedConnection, *, within: float = CONFIRMED_WITHIN) -> None:
+        self._supervised = supervised
         self._within = within
         self._channel: Channel | None = None
         self._opening = asyncio.Lock()
@@ -43,16 +43,16 @@ class Publishing:
     async def publish(self, batch: Sequence[Outgoing]) -> list[Result]:
         """What became of each. Raises TransportUnavailable if nothing was sent."""
         until = asyncio.get_running_loop().time() + self._within
-        wire = await self._unblocked()
-        largest = wire.frame_max - FRAME_AROUND
+        connection = await self._unblocked()
+        largest = connection.frame_max - FRAME_AROUND
         if any(len(outgoing.properties) > largest for outgoing in batch):
             return await self._those_that_fit(batch, largest)
-        channel = await self._ready(wire)
+        channel = await self._ready(connection)
         try:
             answers: list[Result] = list(await channel.publish(batch, self._within))
         except Lost as error:
             raise TransportUnavailable(f"RabbitMQ is away: {error}") from error
-        unknown = [position for position, answer in enumerate(answers) if answer is Answer.UNKNOWN]
+        unknown = [position for position, answer in enumerate(answers) if answer is BrokerAnswer.UNKNOWN]
         if unknown and channel.ended.done() and _can_be_told_apart(channel.ended.result()):
             search = _Search(self._private_channel, batch, answers, until)
             async with self._searching:  # two at once would close each other's connections
@@ -63,7 +63,7 @@ class Publishing:
         channel, self._channel = self._channel, None
         if channel is not None:
             with suppress(TimeoutError):
-                async with asyncio.timeout(CLOSE_WITHIN):
+                async with asyncio.timeout(PUBLISHER_CLOSED_WITHIN):
                     await channel.close()
 
     async def _those_that_fit(self, batch: Sequence[Outgoing], largest: int) -> list[Result]:
@@ -73,23 +73,23 @@ class Publishing:
         too_large = Refusal(f"its headers are larger than RabbitMQ takes, {largest} bytes", permanent=True)
         return [next(results) if len(outgoing.properties) <= largest else too_large for outgoing in batch]
 
-    async def _ready(self, wire: Wire) -> Channel:
+    async def _ready(self, connection: BrokerConnection) -> Channel:
         """The shared channel, opened anew after its end or its connection's."""
         if self._channel is None or self._channel.ended.done():
             async with self._opening:
                 if self._channel is None or self._channel.ended.done():
-                    self._channel = await _open(wire)
+                    self._channel = await _open(connection)
         return self._channel
 
     async def _private_channel(self) -> Channel:
         return await _open(await self._unblocked())
 
-    async def _unblocked(self) -> Wire:
-        wire = await self._link.wire()
-        reason = await wire.blocked()
+    async def _unblocked(self) -> BrokerConnection:
+        connection = await self._supervised.connection()
+        reason = await connection.blocked()
         if reason is not None:
             raise blocked(reason)
-        return wire
+        return connection
 
 
 class _Search:
@@ -126,9 +126,9 @@ class _Search:
                     ended = await self._send(part, left)
                 except (TransportUnavailable, Lost):
                     parts.append(part)
-                    await asyncio.sleep(AGAIN)
+                    await asyncio.sleep(SEARCH_AGAIN)
                     continue
-                unknown = [position for position in part if self._answers[position] is Answer.UNKNOWN]
+                unknown = [position for position in part if self._answers[position] is BrokerAnswer.UNKNOWN]
                 if unknown:
                     if not _can_be_told_apart(ended):
                         return
@@ -149,12 +149,12 @@ class _Search:
         """What is worth another try, in parts that are smaller or free of what was named."""
         exchange = _EXCHANGE.search(ended.text)
         if exchange is not None:
-            answer = Answer.MISSING if ended.code == _NOT_FOUND else Answer.FORBIDDEN
+            answer = BrokerAnswer.MISSING if ended.code == _NOT_FOUND else BrokerAnswer.FORBIDDEN
             named = _named(exchange["name"])
             for position in positions:
                 if self._batch[position].exchange == named:
                     self._answers[position] = answer
-            rest = [position for position in positions if self._answers[position] is Answer.UNKNOWN]
+            rest = [position for position in positions if self._answers[position] is BrokerAnswer.UNKNOWN]
             return [rest] if rest and len(rest) < len(positions) else []
         if len(positions) == 1:
             [position] = positions
@@ -176,8 +176,8 @@ def _named(exchange: str) -> str:
     return "" if exchange == "amq.default" else exchange
 
 
-async def _open(wire: Wire) -> Channel:
+async def _open(connection: BrokerConnection) -> Channel:
     try:
-        return await wire.channel()
+        return await connection.channel()
     except (Lost, TimeoutError) as error:
         raise TransportUnavailable(f"RabbitMQ opens no channel: {str(error) or 'no answer'}") from error

@@ -10,13 +10,18 @@ from typing import Any
 
 from pamqp import encode
 
+from outbox.core.binding import LONGEST_KEY
 from outbox.core.headers import ALSO_OURS, ALSO_TRACKING_IDS, is_reserved
 from outbox.core.message import Message
-from outbox.transports.rabbitmq.properties import (
+from outbox.transports.rabbitmq.confirms import Outgoing
+from outbox.transports.rabbitmq.headers import (
     CREATED_AT,
     DUE_AT,
+    EPOCH,
     EXPIRES_AT,
     KEY,
+    LARGEST_PROPERTIES,
+    MICROSECOND,
     PERSISTENT,
     Unsendable,
     microseconds,
@@ -26,11 +31,27 @@ from outbox.transports.rabbitmq.topology import LONGEST_DELAY
 from outbox.transports.rabbitmq.tracking import TRACKING_IDS, as_text
 
 _MILLISECOND = timedelta(milliseconds=1)
+_SURELY_SHORT = LONGEST_KEY // 4  # characters, none of which has more than four bytes
+
+
+def outgoing(exchange: str, message: Message) -> Outgoing:
+    """A fresh message as it is published; raises Unsendable."""
+    properties = encoded(message)
+    if len(properties) > LARGEST_PROPERTIES:
+        raise Unsendable(f"its headers have {len(properties)} bytes, and RabbitMQ takes {LARGEST_PROPERTIES}")
+    if len(message.routing_key) > _SURELY_SHORT and len(message.routing_key.encode()) > LONGEST_KEY:
+        raise Unsendable(f"its routing key has more than {LONGEST_KEY} bytes")
+    return Outgoing(exchange, message.routing_key, properties, message.body, message.id)
+
+
+def why_unsendable(error: Exception) -> str:
+    """What an error says that kept a message from being written."""
+    return str(error) if isinstance(error, Unsendable) else f"it cannot be written as AMQP: {error!r}"
 
 
 def encoded(message: Message) -> bytes:
     """A fresh message's properties; raises Unsendable."""
-    created_at = microseconds(message.created_at)
+    created_at = (message.created_at - EPOCH) // MICROSECOND
     tracking_ids = message.tracking_ids
     flags, time_to_live = OUR_FLAGS, b""
     try:

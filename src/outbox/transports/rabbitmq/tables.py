@@ -41,7 +41,7 @@ _FIXED_SIZES = {
     **dict.fromkeys(b"lLdT", 8),
 }
 _LENGTHS = frozenset(b"SxAF")  # these begin with their length
-_TEXT, _BYTES, _LIST, _TABLE, _LONG_NUMBER = b"SxAFl"
+_TEXT, _BYTES, _LIST, _TABLE, LONG_NUMBER = b"SxAFl"
 
 Table = dict[str, bytes]  # names with values as they travel: one byte for the type, then the value
 
@@ -109,7 +109,7 @@ def value_of(raw: bytes) -> Any:
     """An entry's value. Raises what the data makes it raise, and never by recursion."""
     if raw[0] == _TEXT:
         return raw[5:].decode(errors="replace")
-    if raw[0] == _LONG_NUMBER:
+    if raw[0] == LONG_NUMBER:
         return LONG_LONG.unpack_from(raw, 1)[0]
     return _value(raw, 0, len(raw), DEEPEST)
 

@@ -44,6 +44,7 @@ STEPS = tuple(
 # A delivery limit of -1 means none from RabbitMQ 4.0 on, where 20 is the default; before, it condemns every message.
 _LIMITS_BY_DEFAULT = (4,)
 _TRIED_FOR = timedelta(seconds=1)  # a copy comes back so long after its publish, if the worker that tried it has died
+WAY_BACK = timedelta(seconds=1)  # where listeners have no delay: some users may publish to their queue by one alone
 _UNUSED_FOR = timedelta(hours=1)  # after which the trial queue of a process that has ended is deleted
 _QUORUM = {"x-queue-type": "quorum"}
 # Without both, a broker that dies while it hands a message on to another queue loses it.
@@ -125,7 +126,7 @@ class Names:
     def trial_prefix(self) -> str:
         return f"{self.exchange_name}.trial_"
 
-    def trial_queue(self, id: str) -> str:
+    def isolation_queue(self, id: str) -> str:
         """A queue of one process, in which it tries suspected messages."""
         return f"{self.trial_prefix}{id}"
 
@@ -159,9 +160,11 @@ class Topology:
         *,
         server_version: tuple[int, ...] | None = None,
         steps: bool = False,  # with all that a function or jitter may ask for
+        way_back: bool = False,  # with one delay at least
     ) -> Topology:
         """What these listeners need; `default_delays` are for those that have no retry policy of their own."""
-        delays = {_milliseconds(delay): delay for delay in (*_delays(listeners, default_delays), *(STEPS * steps))}
+        wanted = (*_delays(listeners, default_delays), *(STEPS * steps)) or (WAY_BACK,) * way_back
+        delays = {_milliseconds(delay): delay for delay in wanted}
         parts = [cls.of_delay(names, delays[milliseconds]) for milliseconds in sorted(delays)]
         limits = _limits(server_version)
         queues = [names.queue(listener.queue) for listener in listeners]

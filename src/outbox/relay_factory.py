@@ -1,0 +1,176 @@
+"""RelayFactory: what a process runs to hand messages on and to clean up, made from the settings."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from outbox.core.binding import Binding
+from outbox.core.events import Advised, Bound, Observer, Unbound
+from outbox.core.store import Store
+from outbox.core.transport import Takers, Transport
+from outbox.outbound.circuit import Breaker, Circuits
+from outbox.outbound.cleanup import Cleanup
+from outbox.outbound.publishing import Publisher
+from outbox.outbound.relay import Relay, Round
+from outbox.outbound.rounds import Rounds
+from outbox.outbound.routing import NOBODY, Router
+from outbox.settings import Settings
+
+CLEAN_UP_EVERY = 10  # poll intervals
+
+
+class RelayFactory:
+    """Makes the relays of one outbox."""
+
+    def __init__(self, store: Store, settings: Settings, observe: Observer) -> None:
+        self._store = store
+        self._settings = settings
+        self._observe = observe
+
+    def of(self, transport: Transport, relay: bool, *, routes: bool = True) -> list[Relay]:
+        """Those of a process: all clean up; a relay hands on, and so does whoever routes to queues of the database."""
+        look = self._settings.seconds_between_looks
+        relays = [self._relay(self.cleanup(), asyncio.sleep, look * CLEAN_UP_EVERY, "cleanup")]
+        if transport.takers is not None:
+            relays += [self._routing(transport.takers)] if routes else []
+        elif transport.routes and relay:
+            relays.append(self._routing(NOBODY))
+            circuits = Circuits(self._store)
+            relays += [self._publishing(each.transport, circuits, each.name) for each in transport.routes]
+        elif relay:
+            relays.append(self._publishing(transport, Circuits(self._store)))
+        return relays
+
+    def rounds(self, transport: Transport) -> list[Round]:
+        """The same work for whoever does it round by round, and shares nothing with others."""
+        if transport.takers is not None:
+            return [self.cleanup(), self._router(transport.takers)]
+        if transport.routes:
+            publishers = [self._publisher(each.transport, None, each.name) for each in transport.routes]
+            return [self.cleanup(), self._router(NOBODY), *publishers]
+        return [self.cleanup(), self._publisher(transport)]
+
+    async def bind(self, transport: Transport) -> None:
+        """Ask for what the routes are to get. What others asked for before stays and is told, or goes."""
+        bindings = [binding for route in transport.routes for binding in route.bindings]
+        await self._store.queues.bind(bindings)
+        for binding in bindings:
+            self._observe(Bound(binding))
+        for queue, keys in _further(await self._store.queues.bindings(), bindings).items():
+            still_ours = any(route.name == queue for route in transport.routes)
+            if still_ours and self._settings.rebind_queues:
+                for key in keys:
+                    await self._store.queues.unbind(queue, key)
+                    self._observe(Unbound(Binding(queue, key)))
+                continue
+            self._observe(
+                Advised(
+                    "relay",
+                    f"{queue} gets copies of {', '.join(keys)}, and no route of this relay says so. If nobody else "
+                    f"serves them, {_removal(queue, still_ours=still_ours)}",
+                )
+            )
+
+    def cleanup(self) -> Cleanup:
+        return Cleanup(
+            self._store,
+            clean_up_after=self._settings.clean_up_after,
+            inbox_retention=self._settings.inbox_retention,
+            observe=self._observe,
+        )
+
+    def _routing(self, takers: Takers) -> Relay:
+        router = self._router(takers)
+        return self._relay(router, router.wait, self._settings.seconds_between_looks, "relay")
+
+    def _router(self, takers: Takers) -> Router:
+        return Router(
+            self._store,
+            takers,
+            batch_size=self._settings.batch_size,
+            patience=self._settings.seconds_between_looks,
+            unroutable=self._settings.unroutable,
+            observe=self._observe,
+        )
+
+    def _publishing(self, transport: Transport, circuits: Circuits, destination: str | None = None) -> Relay:
+        breaker = self._breaker(circuits, destination) if transport.features.shares_outages else None
+        publisher = self._publisher(transport, breaker, destination)
+        return self._relay(
+            publisher,
+            publisher.wait,
+            self._settings.seconds_between_looks,
+            "relay" if destination is None else f"relay to {destination}",
+            destination=destination,
+            back=transport.back,
+            rounds=Rounds(publisher),
+        )
+
+    def _breaker(self, circuits: Circuits, destination: str | None) -> Breaker:
+        return Breaker(
+            self._store,
+            circuits,
+            destination,
+            batch_size=self._settings.batch_size,
+            lease=self._settings.duration("lease"),
+            observe=self._observe,
+            restart_delay=self._settings.restart_delay,
+        )
+
+    def _publisher(
+        self, transport: Transport, breaker: Breaker | None = None, destination: str | None = None
+    ) -> Publisher:
+        return Publisher(
+            self._store.feed,
+            transport,
+            batch_size=self._settings.batch_size,
+            lease=self._settings.duration("lease"),
+            retry_policy=self._settings.policy("relay_retry_delays"),
+            observe=self._observe,
+            destination=destination,
+            breaker=breaker,
+        )
+
+    def _relay(
+        self,
+        work: Round,
+        wait: Callable[[float], Awaitable[None]],
+        longest: float,
+        name: str,
+        *,
+        destination: str | None = None,
+        back: Callable[[], Awaitable[None]] | None = None,
+        rounds: Rounds | None = None,
+    ) -> Relay:
+        return Relay(
+            work,
+            wait=wait,
+            poll_interval=longest,
+            observe=self._observe,
+            name=name,
+            destination=destination,
+            back=back,
+            restart_delay=self._settings.restart_delay,
+            rounds=rounds,
+        )
+
+
+def _removal(queue: str, *, still_ours: bool) -> str:
+    """It takes all keys of a queue, and what is routed before a relay binds the others again is not copied to it."""
+    command = f"run: outbox queues remove {queue}"
+    if not still_ours:
+        return command
+    return (
+        f"stop all relays, {command}, and start them: this one binds what it needs. Or set rebind_queues=True, which "
+        "removes such keys whenever a relay starts"
+    )
+
+
+def _further(found: list[Binding], ours: list[Binding]) -> dict[str, list[str]]:
+    """Binding keys by queue that are in the table and in no route."""
+    further: dict[str, list[str]] = {}
+    for binding in found:
+        if binding not in ours:
+            further.setdefault(binding.queue, []).append(binding.binding_key)
+    return further

@@ -1,0 +1,127 @@
+"""Runner: runs statements on connections of the store's own, to their end whatever happens to the caller."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from typing import Any, ClassVar, TypeVar
+
+from sqlalchemy import Connection, Executable
+
+from outbox.core.finish import finish
+from outbox.stores.dialect import SqlDialect
+from outbox.stores.tables import Tables
+
+Result = TypeVar("Result")
+
+WORK_WITHIN = 40.0  # seconds for a statement of ours: longer than SQLite waits for its turn, shorter than a lease
+LOOK_WITHIN = 300.0  # seconds for looking, which may have to count millions
+
+
+class Runner(ABC):
+    """How work reaches a database. Work is a function of a plain connection."""
+
+    writes_side_by_side: ClassVar[bool] = True  # whether two transactions can write at the same time
+
+    def __init__(self, tables: Tables, dialect: SqlDialect) -> None:
+        self._tables = tables
+        self._dialect = dialect
+        self._ready = False
+
+    # How a database does it.
+
+    @abstractmethod
+    async def _transact(self, work: Callable[[Connection], Result]) -> Result:
+        """Run work on a connection of the store's own, in one transaction."""
+
+    async def _apply(self, work: Callable[[Connection], Result]) -> Result:
+        """Run work whose statements need not commit together: one round trip each where the database can."""
+        return await self._transact(work)
+
+    async def _renew(self, work: Callable[[Connection], Result]) -> Result:
+        """Run what renews leases. Where one writes at a time, it comes first."""
+        return await self._apply(work)
+
+    @abstractmethod
+    async def _look(self, work: Callable[[Connection], Result]) -> Result:
+        """Run work that only reads."""
+
+    async def _survey(self, work: Callable[[Connection], Result]) -> Result:
+        """Run work that only reads, and sees one moment however many statements it takes."""
+        return await self._look(work)
+
+    async def _inspect(self, work: Callable[[Connection], Result]) -> Result:
+        """Run work that only reads, on a connection that leaves everything as it finds it."""
+        return await self._look(work)
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Let go of connections."""
+
+    def turn(self, *, for_caller: bool = False) -> AbstractAsyncContextManager[None]:
+        """Held around a transaction of a listener or a caller, where the database lets only one write at a time."""
+        return nullcontext()
+
+    # On tables that exist.
+
+    async def open(self) -> None:
+        """Get ready; tables are made if they are missing."""
+        if not self._ready and await self.has_tables():
+            self._ready = True
+        if not self._ready:
+            await self.create_tables()
+
+    async def create_tables(self) -> None:
+        await finish(self._transact(lambda connection: self._dialect.create(connection, self._tables)), WORK_WITHIN)
+        self._ready = True
+
+    async def has_tables(self) -> bool:
+        """Whether the tables are there. Looking does not make them, and waits for nobody who writes."""
+        return not await finish(
+            self._look(lambda connection: self._dialect.missing(connection, self._tables)), WORK_WITHIN
+        )
+
+    async def transact(self, work: Callable[[Connection], Result]) -> Result:
+        """Run work in one transaction."""
+        await self.open()
+        return await finish(self._transact(work), WORK_WITHIN)
+
+    async def apply(self, work: Callable[[Connection], Result]) -> Result:
+        """Run work whose statements need not commit together."""
+        await self.open()
+        return await finish(self._apply(work), WORK_WITHIN)
+
+    async def renew(self, work: Callable[[Connection], Result]) -> Result:
+        """Run what renews leases, before anything else that waits to write."""
+        await self.open()
+        return await finish(self._renew(work), WORK_WITHIN)
+
+    async def look(self, work: Callable[[Connection], Result]) -> Result:
+        """Run work that only reads."""
+        await self.open()
+        return await finish(self._look(work), LOOK_WITHIN)
+
+    async def survey(self, work: Callable[[Connection], Result]) -> Result:
+        """Run work that only reads: a message that moves meanwhile is seen in one place."""
+        await self.open()
+        return await finish(self._survey(work), LOOK_WITHIN)
+
+    async def ask(self, statement: Executable, parameters: Mapping[str, Any]) -> Sequence[Sequence[Any]]:
+        """The few rows of a question that is asked again and again while nothing happens."""
+        return await self.look(lambda connection: connection.execute(statement, parameters).all())
+
+    async def inspect(self, work: Callable[[Connection], Result]) -> Result:
+        """Run work that only reads, on whatever is there: no table is made for it."""
+        return await finish(self._inspect(work), WORK_WITHIN)
+
+    def fetch(
+        self, connection: Connection, statement: Executable, parameters: Mapping[str, Any]
+    ) -> Sequence[Sequence[Any]]:
+        """Many rows of a statement, on a connection of the store's own for work whose statements stand alone."""
+        return fetched(connection, statement, parameters)
+
+
+def fetched(connection: Connection, statement: Executable, parameters: Mapping[str, Any]) -> Sequence[Sequence[Any]]:
+    """The rows of a statement, on anybody's connection."""
+    return connection.execute(statement, parameters).all()

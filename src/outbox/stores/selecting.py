@@ -1,0 +1,203 @@
+"""SqlSelecting: the one place that chooses due rows and leases them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NamedTuple
+from uuid import UUID, uuid4
+
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    ColumnElement,
+    Connection,
+    DateTime,
+    Executable,
+    Float,
+    Integer,
+    Row,
+    Select,
+    Uuid,
+    bindparam,
+    case,
+    cast,
+    func,
+    not_,
+    select,
+    update,
+)
+
+from outbox.core.durations import EARLIEST
+from outbox.core.kept_property import kept_property
+from outbox.core.store import Selection, Suspected
+from outbox.stores.dialect import SqlDialect
+from outbox.stores.leases import one_more, unleased
+from outbox.stores.rows import CLAIMED, ClaimedRow, as_seconds
+from outbox.stores.runner import Runner
+from outbox.stores.tables import NOT_ROUTED, Tables
+from outbox.stores.weights import AIM, how_many_fit
+
+NEVER = -(2**31)  # crashes that no message has: one that found no queue has fewer starts than attempts
+
+
+class Tokens(NamedTuple):
+    """What rows of one claim are leased by."""
+
+    token: UUID
+    apart: UUID  # of what is not started yet
+
+    @classmethod
+    def new(cls) -> Tokens:
+        token = uuid4()
+        return cls(token, UUID(int=token.int ^ 1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StraightRoute:
+    """What a statement must know to route and lease by itself."""
+
+    limit: int
+    largest_bytes: int
+    version: int  # of the bindings by which the queues are known
+    queues: Mapping[str, str]  # the queue of each routing key that goes to one alone
+    rooms: Mapping[str, int]  # how many each queue takes
+    lease: timedelta
+    token: UUID
+
+
+class SqlSelecting:
+    """Locks what it finds, updates it by its ids, and reads it: for databases whose `apply` is a transaction."""
+
+    def __init__(self, tables: Tables, dialect: SqlDialect, runner: Runner) -> None:
+        self._messages = tables.messages
+        self._dialect = dialect
+        self._runner = runner
+
+    async def anything_due(self, selection: Selection) -> bool:
+        """Whether a claim is worth its locks. Where looking costs as much as claiming, it always is."""
+        return True
+
+    def search(self, connection: Connection, statement: Executable, selection: Selection) -> Sequence[Row[Any]]:
+        """Run a statement that is built on `due` and answers with `due_at` first."""
+        return connection.execute(statement, due_parameters(selection)).all()
+
+    def take(self, connection: Connection, selection: Selection, tokens: Tokens) -> Sequence[ClaimedRow]:
+        """Lease due messages."""
+        ids = self._chosen(self.search(connection, self.due, selection), selection)
+        return self._take(connection, ids, lease_parameters(selection, tokens)) if ids else []
+
+    def _take(self, connection: Connection, ids: Sequence[int], terms: Mapping[str, Any]) -> Sequence[ClaimedRow]:
+        chosen = {"ids": self._dialect.listed(ids)}
+        connection.execute(self._lease, {**terms, **chosen})
+        leased: Any = connection.execute(self._leased, {"apart": terms["apart"], **chosen}).all()
+        return leased  # type: ignore[no-any-return]
+
+    def _chosen(self, found: Sequence[Row[Any]], selection: Selection) -> list[int]:
+        chosen = found
+        if selection.suspected is not Suspected.ALL:
+            first = next((row.id for row in found if row.suspected), None)
+            chosen = [row for row in found if not row.suspected or row.id == first]
+        largest = AIM if selection.largest_bytes is None else selection.largest_bytes
+        return [row.id for row in chosen[: how_many_fit((row.size for row in chosen), largest)]]
+
+    async def route_straight(self, route: StraightRoute, hold: Callable[[Sequence[ClaimedRow]], None]) -> None:
+        """Route and lease due messages whose queues are known, for databases that can in one statement.
+
+        Each row that is to be held has CLAIMED, how many messages were due, and its queue.
+        """
+
+    @kept_property
+    def due(self) -> Select[Any]:
+        """Due messages of a destination in the order in which they are claimed, locked as they are found."""
+        columns = self._messages.c
+        suspected = columns.starts > columns.attempts  # some start of it never ended
+        since = bindparam("since", type_=DateTime(timezone=True))
+        return self._dialect.skipping_locked(
+            select(
+                self._dialect.readable(columns.due_at, EARLIEST).label("due_at"),
+                columns.id,
+                suspected.label("suspected"),
+                columns.routing_key,
+                self._row_size.label("size"),
+            )
+            .where(
+                columns.destination == bindparam("wanted"),
+                columns.done_at.is_(None),
+                columns.due_at >= func.coalesce(since, self._dialect.before_all()),
+                columns.due_at <= self._dialect.now(),
+                unleased(self._messages, self._dialect.now()),
+                bindparam("suspected", type_=Boolean) | not_(suspected),
+            )
+            .order_by(columns.due_at, columns.id)
+            .limit(bindparam("limit"))
+        )
+
+    @property
+    def _row_size(self) -> ColumnElement[int]:
+        """Bytes that a row brings with it: another program may write as much into its texts as into its body."""
+        columns, size = self._messages.c, self._dialect.size
+        return size(columns.body) + size(columns.headers) + size(columns.tracking_ids)
+
+    @kept_property
+    def _lease(self) -> Any:
+        return self._leasing(self._dialect.among(self._messages.c.id, "ids"))
+
+    @kept_property
+    def _leased(self) -> Any:
+        return select(*self._told(self._isolated)).where(self._dialect.among(self._messages.c.id, "ids"))
+
+    def _leasing(self, chosen: ColumnElement[bool]) -> Any:
+        """Leases rows. Isolated attempts are leased by a token of their own, and their start is not counted yet."""
+        columns, apart = self._messages.c, bindparam("apart", type_=Uuid)
+        in_time = columns.expires_at.is_(None) | (columns.expires_at > self._dialect.now())
+        crashes = cast(columns.starts, BigInteger) - columns.attempts  # a row may hold whatever fits into its columns
+        isolated = (crashes == bindparam("isolated_at", type_=Integer)) & in_time
+        return (
+            update(self._messages)
+            .where(chosen)
+            .values(
+                lease_token=case((isolated, apart), else_=bindparam("token", type_=Uuid)),
+                lease_until=self._lease_until,
+                starts=case((isolated, columns.starts), else_=one_more(columns.starts)),
+            )
+        )
+
+    @property
+    def _lease_until(self) -> ColumnElement[Any]:
+        return self._dialect.later(self._dialect.now(), bindparam("lease", type_=Float))
+
+    @property
+    def _isolated(self) -> ColumnElement[bool]:
+        return self._messages.c.lease_token == bindparam("apart", type_=Uuid)
+
+    def _told(self, isolated: ColumnElement[Any]) -> list[ColumnElement[Any]]:
+        """What is told of leased rows."""
+        columns = self._messages.c
+        told: dict[str, ColumnElement[Any]] = {
+            "due_at": self._dialect.readable(columns.due_at, EARLIEST),
+            "expired": columns.expires_at <= self._dialect.now(),
+            "isolated": isolated,
+        }
+        return [(told[name] if name in told else self._dialect.readable(columns[name])).label(name) for name in CLAIMED]
+
+
+def due_parameters(selection: Selection) -> dict[str, Any]:
+    """What `due` binds, from the very beginning."""
+    return {
+        "wanted": selection.destination or NOT_ROUTED,
+        "limit": selection.limit,
+        "suspected": selection.suspected is not Suspected.NONE,
+        "since": None,
+    }
+
+
+def lease_parameters(selection: Selection, tokens: Tokens) -> dict[str, Any]:
+    """What a leasing statement binds."""
+    return {
+        "token": tokens.token,
+        "apart": tokens.apart,
+        "lease": as_seconds(selection.lease),
+        "isolated_at": NEVER if selection.isolated_at is None else selection.isolated_at,
+    }
