@@ -21,6 +21,7 @@ from outbox import ConfigurationError, Outbox, SnapshotConflict, listen
 from outbox.core.events import CleanedUp, Handled
 from outbox.core.store import Selection
 from outbox.sqlite import prepare
+from outbox.testing.sql import sql_store
 from tests.walk.test_worker import PATIENCE, Watch
 
 MakeOutbox = Callable[..., Outbox]
@@ -371,6 +372,34 @@ async def test_a_database_in_memory_keeps_every_promise_of_one_process(memory: d
         assert sorted([await asyncio.wait_for(handled.get(), PATIENCE) for _ in range(30)]) == list(range(30))
         await asyncio.sleep(0.2)
         assert handled.empty()
+    await outbox.close()
+    if "db_engine" in memory:
+        await memory["db_engine"].dispose()
+
+
+async def test_work_of_a_store_in_memory_is_no_transaction_of_a_session_beside_it(memory: dict[str, Any]) -> None:
+    """While the store works, the one connection says that a transaction is open. It is not the session's own: its end
+    is no rollback."""
+    outbox = Outbox(poll_interval=0.05, **memory)
+    store = sql_store(outbox.store)
+    runs, ended = [], asyncio.Event()
+
+    @listen("a", queue="q")
+    async def listener(body: int, session: AsyncSession) -> None:
+        runs.append(body)
+        working = asyncio.create_task(store.runner.look(lambda _: time.sleep(0.05)))
+        await asyncio.sleep(0.02)  # it works now
+        await session.execute(text("SELECT 1"))
+        await outbox.emit(session, "unroutable", body)
+        await working
+        ended.set()
+
+    async with outbox.running(listeners=[listener]):
+        async with outbox.transaction() as session:
+            await outbox.emit(session, "a", 1)
+        await asyncio.wait_for(ended.wait(), PATIENCE)
+    assert len(runs) == 1
+    assert await emitted(outbox) == [b"1"]
     await outbox.close()
     if "db_engine" in memory:
         await memory["db_engine"].dispose()

@@ -93,8 +93,7 @@ def _refuse_what_would_be_alone(connection: Connection, *_: object) -> None:
 
 def begin_first(connection: Connection, name: str) -> None:
     """The driver begins with the first statement that writes; a savepoint before that would commit by its release."""
-    driver: Any = connection.connection.driver_connection
-    if not driver.in_transaction:
+    if not state.is_open(connection.connection.driver_connection):
         connection.exec_driver_sql("BEGIN")
 
 

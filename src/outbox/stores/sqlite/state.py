@@ -14,13 +14,21 @@ from sqlalchemy import Connection, ExceptionContext, Transaction, event
 from sqlalchemy.dialects.sqlite.base import SQLiteDialect
 from sqlalchemy.util import await_only
 
+from outbox.core.forks import ForkableLock
 from outbox.core.transaction_state import TransactionState, begins_by_itself
 
+sharing = ForkableLock()  # held while a store works on the one connection of a database in memory, in its thread
 _was_open: WeakKeyDictionary[Transaction, bool] = WeakKeyDictionary()  # before its last statement
 _rolled_back: WeakSet[Transaction] = WeakSet()  # by SQLite
 _savepoint_first: WeakSet[Transaction] = WeakSet()
 
 _ENDING = tuple("CcEe")  # how COMMIT and END begin, and few other statements
+
+
+def is_open(driver: Any) -> bool:
+    """Whether a caller's transaction is open on a driver's connection: a store's own is over when this looks."""
+    with sharing:
+        return bool(driver.in_transaction)
 
 
 def state_of(connection: Connection) -> TransactionState:
@@ -31,7 +39,7 @@ def state_of(connection: Connection) -> TransactionState:
     if transaction in _savepoint_first:
         return TransactionState.RELEASED_BY_SAVEPOINT
     driver: Any = connection.connection.driver_connection
-    if driver.in_transaction:
+    if is_open(driver):
         return TransactionState.OPEN
     will_begin = transaction is None and any(True for _ in connection.dispatch.begin)  # such as that of `prepare`
     return TransactionState.IDLE if will_begin or _begins_by_itself(driver) else TransactionState.AUTOCOMMIT
@@ -45,7 +53,7 @@ def is_rolled_back(connection: Connection) -> bool:
     if transaction is None or transaction in _savepoint_first:
         return False
     driver: Any = connection.connection.driver_connection
-    return _was_open.get(transaction, False) and not driver.in_transaction
+    return _was_open.get(transaction, False) and not is_open(driver)
 
 
 def _begins_by_itself(driver: Any) -> bool:
@@ -63,11 +71,11 @@ def _executing(cursor: object, statement: str, parameters: object, context: Any)
     driver = context.root_connection.connection.driver_connection
     if not hasattr(driver, "in_transaction"):  # another dialect that is made from SQLite's, and no store is for it
         return
-    is_open = driver.in_transaction
-    if not is_open and _was_open.get(transaction) and transaction not in _savepoint_first:
+    now_open = is_open(driver)
+    if not now_open and _was_open.get(transaction) and transaction not in _savepoint_first:
         _rolled_back.add(transaction)  # at a statement of the driver's; with this one it may begin another
-    _was_open[transaction] = is_open and statement[:1] not in _ENDING  # a caller's own COMMIT is no rollback
-    if not is_open and statement.startswith("SAVEPOINT"):
+    _was_open[transaction] = now_open and statement[:1] not in _ENDING  # a caller's own COMMIT is no rollback
+    if not now_open and statement.startswith("SAVEPOINT"):
         _savepoint_first.add(transaction)
 
 
@@ -78,5 +86,5 @@ def _failed(context: ExceptionContext) -> None:
     if connection is None or transaction is None or not _was_open.get(transaction) or connection.invalidated:
         return
     driver: Any = connection.connection.driver_connection
-    if not driver.in_transaction:
+    if not is_open(driver):
         _rolled_back.add(transaction)

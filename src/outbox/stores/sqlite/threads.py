@@ -13,6 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from outbox.stores.sqlite.engines import BUSY_TIMEOUT, READING, any_text, begin, prepare, read_any_text
 from outbox.stores.sqlite.files import files, make_private
+from outbox.stores.sqlite.state import sharing
 
 Result = TypeVar("Result")
 
@@ -72,7 +73,8 @@ class MemoryThread:
                 event.listen(self._engine, "begin", begin)
             callers, driver._conn.text_factory = driver._conn.text_factory, any_text
             try:
-                return (_in_transaction(self._engine, work, reading),)
+                with sharing:
+                    return (_in_transaction(self._engine, work, reading),)
             finally:
                 driver._conn.text_factory = callers
 
