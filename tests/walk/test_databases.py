@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from sqlalchemy import MetaData, create_engine, inspect, text
+from sqlalchemy import MetaData, create_engine, event, inspect, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
 from sqlalchemy.pool import NullPool
@@ -247,6 +247,26 @@ def test_a_plain_engine_is_enough_to_emit(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="AsyncEngine"):
         asyncio.run(outbox.message_relay())
     engine.dispose()
+
+
+def test_tables_that_another_process_makes_at_the_same_moment_are_no_error_of_the_first_emit(tmp_path: Path) -> None:
+    engine, elsewhere = (create_engine(f"sqlite:///{tmp_path / 'plain.db'}") for _ in range(2))
+    outbox, other = Outbox(db_engine=engine), Outbox(db_engine=elsewhere)
+    created = []
+
+    @event.listens_for(engine, "before_cursor_execute")
+    def create_elsewhere(connection: Any, cursor: Any, statement: str, *_: Any) -> None:
+        if "CREATE TABLE" in statement and not created:
+            created.append(statement)
+            with elsewhere.begin() as at_the_same_moment:
+                other.emit_sync(at_the_same_moment, "a", 0)
+
+    with engine.begin() as connection:
+        outbox.emit_sync(connection, "a", 1)
+        assert created
+        assert connection.scalar(text("SELECT count(*) FROM outbox_table")) == 2
+    engine.dispose()
+    elsewhere.dispose()
 
 
 @POSTGRESQL

@@ -37,14 +37,19 @@ class SqliteCallers(CallerConnections):
     def write(self, connection: Connection, statement: Executable, rows: Rows | None = None) -> int:
         own = self.on(connection)
         try:
-            return execute(own, statement, rows)
-        except OperationalError as error:
-            match self._dialect.explained(error.orig, self._tables) if error.orig is not None else None:
-                case TablesMissing():
-                    # In the caller's transaction: it holds the only lock there is, and DDL rolls back with it.
-                    self._dialect.create(connection, self._tables)
-                    return execute(own, statement, rows)
-                case None:
+            try:
+                return execute(own, statement, rows)
+            except OperationalError as error:
+                if not isinstance(self._explained(error), TablesMissing):
                     raise
-                case explained:
-                    raise explained from error
+                # In the caller's transaction: it holds the only lock there is, and DDL rolls back with it.
+                self._dialect.create(connection, self._tables)
+                return execute(own, statement, rows)
+        except OperationalError as error:
+            explained = self._explained(error)
+            if explained is None:
+                raise
+            raise explained from error
+
+    def _explained(self, error: OperationalError) -> Exception | None:
+        return None if error.orig is None else self._dialect.explained(error.orig, self._tables)

@@ -36,6 +36,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects.sqlite import insert as sqlite_insert
 from sqlalchemy.ext.asyncio import AsyncEngine
+from sqlalchemy.schema import CreateIndex, CreateTable
 from sqlalchemy.types import TypeEngine
 
 from outbox.core.diagnosis import Finding
@@ -139,6 +140,13 @@ class SqliteDialect(PartialIndexes, SqlDialect):
         return {}  # every transaction is serializable, and that is more than any level asks for
 
     # Tables.
+
+    def create(self, connection: Connection, tables: Tables, schema: str | None = None) -> None:
+        for table in self.missing(connection, tables, schema):
+            # Another process may make them at this moment: the look at what is missing takes no lock.
+            connection.execute(CreateTable(table, if_not_exists=True))
+            for index in sorted(table.indexes, key=lambda each: str(each.name)):
+                connection.execute(CreateIndex(index, if_not_exists=True))
 
     def differences(self, connection: Connection, tables: Tables) -> list[Difference]:
         return SqliteCheck(connection, tables).differences()

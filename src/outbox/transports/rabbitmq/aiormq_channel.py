@@ -150,7 +150,8 @@ class AiormqChannel:
             self._settling.put_nowait(self._channel.basic_nack(tag, requeue=requeue, wait=False))
 
     async def heard(self) -> None:
-        await self._settling.join()
+        async with asyncio.timeout(ANSWER_WITHIN):
+            await self._settling.join()
         await asked(self._channel.basic_qos(prefetch_count=self._prefetch, timeout=ANSWER_WITHIN))
 
     def retire(self, reason: str) -> None:
@@ -209,6 +210,7 @@ class AiormqChannel:
                 self.retire(f"it could not be settled: {error}")
             finally:
                 self._settling.task_done()
+        self._settling.task_done()  # the end, too: `heard` waits until all is done
 
     def _end(self, ended: Ended) -> None:
         if not self.ended.done():
