@@ -29,9 +29,7 @@ REASONS = {
 STILL_TOO_LARGE: dict[str, int] = {}
 
 # Names that several classes share today, with the number of these classes.
-STILL_USED_TWICE = {
-    "Undecodable": 2,
-}
+STILL_USED_TWICE: dict[str, int] = {}
 
 # Modules that import each other today, at the top, in a function or for types alone.
 STILL_IN_CYCLES: frozenset[str] = frozenset()

@@ -170,8 +170,8 @@ async def test_while_nothing_happens_only_the_line_is_asked(straight: Straight) 
 
 
 async def test_a_line_that_comes_too_late_is_closed(straight: Straight, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct, "LAST_WORDS", 0.01)
-    monkeypatch.setattr(notify, "LAST_WORDS", 0.01)
+    monkeypatch.setattr(direct, "LATE_CONNECTION", 0.01)
+    monkeypatch.setattr(notify, "LATE_CONNECTION", 0.01)
     store = straight.store
     connect, may_connect, asked = store.runner.spare_engine, asyncio.Event(), asyncio.Event()
 

@@ -75,7 +75,7 @@ FOUND = len(CLAIMED)  # behind it: how many due messages the statement found
 QUEUE = FOUND + 1  # behind that: the queue, where the statement has routed too
 
 
-class Undecodable(str):
+class UnreadableText(str):
     """A text that is not UTF-8 in its database, as people can read it. No message is made of it."""
 
     __slots__ = ()
@@ -141,7 +141,7 @@ def _message(
 def _as_headers(text: str) -> dict[str, str]:
     if len(text) > LONGEST_HEADERS:
         raise ValueError(f"its headers have {len(text)} characters, more than {LONGEST_HEADERS}")
-    headers = None if type(text) is Undecodable else json.loads(text)
+    headers = None if type(text) is UnreadableText else json.loads(text)
     if type(headers) is not dict:
         raise ValueError("its headers are no JSON object")
     for value in headers.values():
@@ -158,7 +158,7 @@ def _as_headers(text: str) -> dict[str, str]:
 def _as_ids(text: str) -> list[str]:
     if len(text) > LONGEST_IDS:
         raise ValueError(f"its tracking ids have {len(text)} characters, more than {LONGEST_IDS}")
-    ids = None if type(text) is Undecodable else json.loads(text)
+    ids = None if type(text) is UnreadableText else json.loads(text)
     if type(ids) is not list:
         raise ValueError("its tracking ids are no JSON list")
     for id in ids:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
 from outbox.core.cancellation import cancelled_from_outside
+from outbox.core.errors import described
 from outbox.core.message import Message
 from outbox.core.transport import Features, Published, Refusal, Report, Transport, unreported
 
@@ -53,7 +54,7 @@ class FunctionTransport(Transport):
             silences.append((message.id, began, "the function was cancelled"))
             return Published()
         except Exception as error:  # noqa: BLE001 - whatever it raises means: not sent
-            answer = Published(refused={message.id: Refusal(f"{type(error).__name__}: {error}")})
+            answer = Published(refused={message.id: Refusal(described(error))})
         else:
             answer = Published(frozenset([message.id]))
         self._answered_at = now()

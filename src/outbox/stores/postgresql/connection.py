@@ -21,7 +21,7 @@ from outbox.stores.runner import WORK_WITHIN
 
 DRIVER = "asyncpg"
 DIALECT = dialect_for(f"postgresql.{DRIVER}", "numeric_dollar")
-LAST_WORDS = 2.0  # seconds that ending waits for who is being answered
+CLOSE_WITHIN = 2.0  # seconds that ending waits for who is being answered
 
 
 class Line:
@@ -77,7 +77,7 @@ class Line:
             return
         self._ended = True
         with suppress(TimeoutError):
-            async with asyncio.timeout(LAST_WORDS):
+            async with asyncio.timeout(CLOSE_WITHIN):
                 await self._turn.acquire()
         await closed(self._connection)
 

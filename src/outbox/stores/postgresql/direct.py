@@ -17,7 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from outbox.stores.postgresql.connection import DRIVER, Line, closed
 from outbox.stores.runner import Runner
 
-LAST_WORDS = 2.0  # seconds that a connection which is not wanted any more has to come about
+LATE_CONNECTION = 2.0  # seconds that a connection which is not wanted any more has to come about
 
 
 class DirectConnection:
@@ -83,7 +83,7 @@ class DirectConnection:
         except asyncio.CancelledError:
             self._letting_go.add(closing := asyncio.ensure_future(_closed_at_once(connecting)))
             closing.add_done_callback(self._letting_go.discard)
-            await asyncio.wait([closing], timeout=LAST_WORDS)  # it goes on if that is not enough
+            await asyncio.wait([closing], timeout=LATE_CONNECTION)  # it goes on if that is not enough
             raise
 
     async def behind_a_pooler(self, connection: AsyncConnection) -> bool:
@@ -98,7 +98,7 @@ class DirectConnection:
 
     async def close(self) -> None:
         if self.line is not None:
-            await asyncio.wait([asyncio.ensure_future(self.end(self.line))], timeout=2 * LAST_WORDS)
+            await asyncio.wait([asyncio.ensure_future(self.end(self.line))], timeout=2 * LATE_CONNECTION)
 
 
 async def _closed_at_once(connecting: Awaitable[AsyncConnection]) -> None:

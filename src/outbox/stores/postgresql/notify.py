@@ -24,7 +24,7 @@ from outbox.core.backoff import Backoff
 from outbox.core.kept_property import kept_property
 from outbox.stores.dialect import SqlDialect
 from outbox.stores.postgresql.connection import DRIVER, begin, closed
-from outbox.stores.postgresql.direct import LAST_WORDS, DirectConnection, raw
+from outbox.stores.postgresql.direct import LATE_CONNECTION, DirectConnection, raw
 from outbox.stores.postgresql.plain_connection import PlainLine
 from outbox.stores.runner import Runner
 from outbox.stores.tables import Tables
@@ -120,7 +120,7 @@ class Notifier:
         for task in tasks:
             task.cancel()
         if tasks:
-            await asyncio.wait(tasks, timeout=2 * LAST_WORDS)
+            await asyncio.wait(tasks, timeout=2 * LATE_CONNECTION)
 
     async def _notify(self) -> None:
         if not self._warm or self._direct.is_cut:

@@ -11,7 +11,7 @@ from sqlalchemy import URL, Connection, Engine, event
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from outbox.stores.failures import nothing_is_kept
-from outbox.stores.rows import Undecodable
+from outbox.stores.rows import UnreadableText
 from outbox.stores.sqlite import state
 from outbox.stores.sqlite.files import notice_replacement
 
@@ -57,7 +57,7 @@ def any_text(value: bytes) -> str:
     try:
         return value.decode()
     except UnicodeDecodeError:
-        return Undecodable(value, "utf-8", "backslashreplace")
+        return UnreadableText(value, "utf-8", "backslashreplace")
 
 
 def read_any_text(connection: Any, record: object) -> None:

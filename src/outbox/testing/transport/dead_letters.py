@@ -91,7 +91,7 @@ class TransportDeadLetterCases(TransportCases):
             await found[b"at once"].settle(Done())
             await found[b"{}"].settle(Dead(Reason.REJECTED, "no"))
         if transport.dead_letters is None:
-            return
+            pytest.skip("it keeps no dead letters")
         [letter] = await transport.dead_letters.list()
         await transport.dead_letters.replay([letter.id])
         [again] = await emptied(transport)

@@ -18,7 +18,7 @@ from aiohttp.abc import AbstractResolver
 from outbox.core import cloudevents, webhooks
 from outbox.core.cancellation import cancelled_from_outside
 from outbox.core.durations import Seconds, as_lifetime, configured
-from outbox.core.errors import ConfigurationError
+from outbox.core.errors import ConfigurationError, described
 from outbox.core.message import Message
 from outbox.core.transport import Defaults, Features, Published, Refusal, Report, Transport, unreported
 from outbox.transports.http.answers import is_taken, refusal
@@ -167,7 +167,7 @@ class HttpTransport(Transport):
         try:
             request = self._request(message)
         except Exception as cause:  # noqa: BLE001 - another program wrote its row, and no later attempt can write it
-            text = f"it cannot be written as a request: {_described(cause)}"
+            text = f"it cannot be written as a request: {described(cause)}"
             batch.refuse(message.id, Refusal(text, permanent=True, unsent=True))
             return
         try:
@@ -182,9 +182,9 @@ class HttpTransport(Transport):
         except AddressRefused as error:
             batch.refuse(message.id, Refusal(f"{self._destination.host}: {error}"))
         except (aiohttp.ClientError, OSError) as error:
-            batch.silences.append(_Silence(message.id, sent, self._hidden(_described(error).encode()).decode()))
+            batch.silences.append(_Silence(message.id, sent, self._hidden(described(error).encode()).decode()))
         except Exception as error:  # noqa: BLE001 - one message that cannot be sent must not take others with it
-            batch.refuse(message.id, Refusal(_described(error)))
+            batch.refuse(message.id, Refusal(described(error)))
         else:
             if found is None:
                 batch.confirm(message.id)
@@ -299,11 +299,6 @@ class _PostedBatch:
         self._untold_confirmed, self._untold_refused = [], {}
         self._tell(Published(frozenset(confirmed), refused))
         return True
-
-
-def _described(error: Exception) -> str:
-    text = str(error)
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _checked_mode(mode: str) -> Write:
