@@ -19,7 +19,7 @@ from outbox.core.listener import Listener
 from outbox.core.store import IN_DATABASE, Backlog, Difference, StoredMessage
 from outbox.core.transport import countable
 from outbox.instance import Outbox
-from outbox.rebinding import Rebinding
+from outbox.rebinding import Rebinding, further_keys
 
 LARGEST_SKEW = timedelta(seconds=1)  # of the clocks; more is seen in the times that an `eta` names
 PATIENCE = timedelta(minutes=1)  # what is due for longer should have been claimed; at least ten poll intervals
@@ -146,6 +146,9 @@ async def _messages(outbox: Outbox, listeners: Sequence[Listener]) -> list[Findi
     of_others = await outbox.owners.findings(outbox.transport, listeners)
     if listeners and outbox.transport.features.in_store:
         of_others += await _rebinding(outbox).findings(outbox.transport, listeners)
+    if outbox.transport.routes:
+        further = further_keys(await store.queues.bindings(), outbox.transport.routes)
+        of_others += [Finding(Level.WARNING, "bindings", each.told, each.removal) for each in further]
     patience = max(PATIENCE, 10 * outbox.settings.duration("poll_interval"))
     return [
         _transport(recorded, outbox.transport.name),
@@ -153,6 +156,7 @@ async def _messages(outbox: Outbox, listeners: Sequence[Listener]) -> list[Findi
         *_destinations(backlog),
         _leases(claimable, patience),
         *_overdue(claimable, patience, backlog),
+        *await _refused(outbox, claimable, patience),
         *dead_letter_findings(deaths, fresh, "" if outbox.transport.features.in_store else "of relays"),
         *_nobody_asks(backlog, lost),
     ]
@@ -211,10 +215,41 @@ def _overdue(claimable: list[Claimable], patience: timedelta, backlog: Backlog) 
             yield Finding(Level.ERROR, "due messages", f"{what}, and nobody claims them", advice)
 
 
+async def _refused(outbox: Outbox, claimable: list[Claimable], patience: timedelta) -> list[Finding]:
+    """What a destination refuses is due later, again and again: the age of what is due does not tell it."""
+    by_relays = {None, *(route.name for route in outbox.transport.routes)}
+    if outbox.transport.features.in_store and by_relays == {None}:
+        return []
+    found = []
+    for each in claimable:
+        if each.queue in by_relays and each.retried_for is not None and each.retried_for > patience:
+            if each.queue is None:
+                stored = await outbox.messages(state="waiting", limit=1000)
+            else:
+                stored = await outbox.messages(state="retrying", queue=each.queue, limit=1000)
+            refused = [message for message in stored if message.attempt_count]
+            what = (
+                f"{each.retried} {place_of(each.queue)}, the oldest for {in_words(each.retried_for)}{_example(refused)}"
+            )
+            advice = "see what their destination says: outbox messages list, and show MESSAGE_ID; relays try them again"
+            found.append(Finding(Level.ERROR, "refused messages", what, advice))
+    return found
+
+
+def _example(refused: Sequence[StoredMessage]) -> str:
+    keys = Counter(stored.message.routing_key for stored in refused)
+    told = [stored.history.strip().splitlines()[-1] for stored in refused if stored.history.strip()]
+    return f": {_most_common(keys)}" + (f"; {told[-1]}" if told else "") if keys else ""
+
+
+def _most_common(keys: Counter[str]) -> str:
+    named = ", ".join(repr(key) for key, _ in keys.most_common(ROUTING_KEYS))
+    return named + (" …" if len(keys) > ROUTING_KEYS else "")
+
+
 def _nobody_asks(backlog: Backlog, lost: list[StoredMessage]) -> Iterator[Finding]:
     if backlog.unroutable:
-        keys = Counter(stored.message.routing_key for stored in lost).most_common()
-        named = ", ".join(repr(key) for key, _ in keys[:ROUTING_KEYS]) + (" …" if len(keys) > ROUTING_KEYS else "")
+        named = _most_common(Counter(stored.message.routing_key for stored in lost))
         advice = 'start a worker that listens for them, or discard them: unroutable={"…": "discard"}'
         yield Finding(
             Level.WARNING, "routing", f"{backlog.unroutable} unroutable, no queue is bound to them: {named}", advice

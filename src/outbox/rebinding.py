@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from outbox.core.binding import Binding
 from outbox.core.diagnosis import Finding, Level
@@ -10,7 +11,7 @@ from outbox.core.errors import ConfigurationError
 from outbox.core.events import Advised, Observer, Unbound
 from outbox.core.listener import Listener
 from outbox.core.store import Store
-from outbox.core.transport import Transport
+from outbox.core.transport import Route, Transport
 from outbox.settings import Settings
 
 ADVICE = (
@@ -102,6 +103,41 @@ class Rebinding:
         if self._store is not None:
             for binding in await self.recorded(transport, listeners) or ():
                 await self._store.owners.retract(_at_broker(binding, transport))
+
+
+@dataclass(frozen=True, slots=True)
+class FurtherKeys:
+    """Binding keys of a queue in the table that no route names."""
+
+    queue: str
+    keys: Sequence[str]
+    is_routes: bool  # whether a route has the queue
+
+    @property
+    def told(self) -> str:
+        return f"{self.queue} gets copies of {', '.join(self.keys)}, and no route says so"
+
+    @property
+    def removal(self) -> str:
+        """All keys of a queue go, and what is routed before a relay binds the others again is not copied to it."""
+        command = f"run: outbox queues remove {self.queue}"
+        if not self.is_routes:
+            return command
+        return (
+            f"stop all relays, {command}, and start them: a relay binds what it needs. Or set rebind_queues=True, "
+            "which removes such keys whenever a relay starts"
+        )
+
+
+def further_keys(bound: Iterable[Binding], routes: Sequence[Route]) -> list[FurtherKeys]:
+    """What is bound in the table beside what the routes ask for."""
+    ours = [binding for route in routes for binding in route.bindings]
+    further: dict[str, list[str]] = {}
+    for binding in bound:
+        if binding not in ours:
+            further.setdefault(binding.queue, []).append(binding.binding_key)
+    names = {route.name for route in routes}
+    return [FurtherKeys(queue, keys, queue in names) for queue, keys in further.items()]
 
 
 def _is_apart(transport: Transport) -> bool:

@@ -15,6 +15,7 @@ from outbox.outbound.publishing import Publisher
 from outbox.outbound.relay import Relay, Round
 from outbox.outbound.rounds import Rounds
 from outbox.outbound.routing import NOBODY, Router
+from outbox.rebinding import further_keys
 from outbox.settings import Settings
 
 CLEAN_UP_EVERY = 10  # poll intervals
@@ -57,20 +58,13 @@ class RelayFactory:
         await self._store.queues.bind(bindings)
         for binding in bindings:
             self._observe(Bound(binding))
-        for queue, keys in _further(await self._store.queues.bindings(), bindings).items():
-            still_ours = any(route.name == queue for route in transport.routes)
-            if still_ours and self._settings.rebind_queues:
-                for key in keys:
-                    await self._store.queues.unbind(queue, key)
-                    self._observe(Unbound(Binding(queue, key)))
-                continue
-            self._observe(
-                Advised(
-                    "relay",
-                    f"{queue} gets copies of {', '.join(keys)}, and no route of this relay says so. If nobody else "
-                    f"serves them, {_removal(queue, still_ours=still_ours)}",
-                )
-            )
+        for further in further_keys(await self._store.queues.bindings(), transport.routes):
+            if further.is_routes and self._settings.rebind_queues:
+                for key in further.keys:
+                    await self._store.queues.unbind(further.queue, key)
+                    self._observe(Unbound(Binding(further.queue, key)))
+            else:
+                self._observe(Advised("relay", f"{further.told}. If nothing else serves them, {further.removal}"))
 
     def cleanup(self) -> Cleanup:
         return Cleanup(
@@ -154,23 +148,3 @@ class RelayFactory:
             restart_delay=self._settings.restart_delay,
             rounds=rounds,
         )
-
-
-def _removal(queue: str, *, still_ours: bool) -> str:
-    """It takes all keys of a queue, and what is routed before a relay binds the others again is not copied to it."""
-    command = f"run: outbox queues remove {queue}"
-    if not still_ours:
-        return command
-    return (
-        f"stop all relays, {command}, and start them: this one binds what it needs. Or set rebind_queues=True, which "
-        "removes such keys whenever a relay starts"
-    )
-
-
-def _further(found: list[Binding], ours: list[Binding]) -> dict[str, list[str]]:
-    """Binding keys by queue that are in the table and in no route."""
-    further: dict[str, list[str]] = {}
-    for binding in found:
-        if binding not in ours:
-            further.setdefault(binding.queue, []).append(binding.binding_key)
-    return further

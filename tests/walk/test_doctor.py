@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from datetime import UTC, datetime, timedelta
@@ -17,6 +18,7 @@ from outbox import Binding, Listener, Message, Outbox, Reject
 from outbox.cli.exits import ExitCode
 from outbox.core.attempt import Dead, Reason
 from outbox.core.diagnosis import Finding, Level
+from outbox.core.events import Event, Relayed
 from outbox.core.store import Selection
 from outbox.doctor import examine
 from outbox.stores.postgresql import examination as postgresql_examination
@@ -25,6 +27,7 @@ from outbox.stores.sql import SqlStore
 from outbox.stores.sqlite import examination as sqlite_examination
 from outbox.testing.servers import PostgreSQL
 from outbox.transports.memory import MemoryTransport
+from tests.seeds.observing import PATIENCE
 
 from .commands import Command, until
 
@@ -188,6 +191,36 @@ async def test_a_destination_that_does_not_answer_is_told_with_its_error_however
     finding = await found(outbox, "due messages")
     assert (finding.level, "start a worker" in finding.advice) == (Level.WARNING, False)
     assert finding.what.endswith("the destination does not answer")
+
+
+async def test_messages_that_their_destination_refuses_again_and_again_are_an_error_although_none_is_due(
+    make_outbox: MakeOutbox,
+) -> None:
+    async def publish(message: Message) -> None:
+        raise ValueError("no queue is bound to it")
+
+    refused = asyncio.Event()
+
+    def hear(event: Event) -> None:
+        if isinstance(event, Relayed):
+            refused.set()
+
+    outbox = make_outbox(transport=publish, relay_retry_delays=[3600], observers=[hear])
+    async with outbox.transaction() as session:
+        await outbox.emit_many(session, "ordr.created", range(3))
+    async with outbox.running(relay=True):
+        await asyncio.wait_for(refused.wait(), PATIENCE)
+    backlog = await outbox.backlog()
+    assert (backlog.waiting, backlog.due, backlog.refused) == (3, 0, 3)
+    assert backlog.refused_for is not None
+    assert backlog.refused_for < timedelta(minutes=1)
+    assert "refused messages" not in {finding.subject for finding in await examine(outbox)}
+    await age(outbox, "first_due_at")
+    finding = await found(outbox, "refused messages")
+    assert (finding.level, "show MESSAGE_ID" in finding.advice) == (Level.ERROR, True)
+    assert finding.what.startswith("3 not routed or sent yet, the oldest for 5m")
+    assert "'ordr.created'" in finding.what
+    assert finding.what.endswith("ValueError: no queue is bound to it")
 
 
 async def in_queue(outbox: Outbox, count: int) -> None:

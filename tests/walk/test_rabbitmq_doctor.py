@@ -13,6 +13,7 @@ from typing import Any
 
 import aio_pika
 import pytest
+from pamqp import commands
 
 from outbox import Binding, ConfigurationError, Listener, Outbox, Reject
 from outbox.cli.exits import ExitCode
@@ -22,11 +23,12 @@ from outbox.doctor import examine
 from outbox.testing.servers import RabbitMQ
 from outbox.transports.rabbitmq import RabbitmqTransport
 from outbox.transports.rabbitmq import dead_letters as rabbitmq_dead_letters
+from outbox.transports.rabbitmq.envelope import CREATED_AT
 from outbox.transports.rabbitmq.management import management_url_of
 from outbox.transports.rabbitmq.topology import Names, Topology
 from tests.broker import VirtualHost
 
-from .amqp import channel_to, declare_at
+from .amqp import channel_to, declare_at, has_rejected
 from .commands import Command, until
 
 SHOP = """
@@ -282,6 +284,28 @@ async def test_fresh_dead_letters_at_the_broker_are_an_error_by_queue_and_reason
         await asyncio.sleep(0.01)
         monkeypatch.undo()
         assert await doctor.complains_of("dead letters", "", fresh="10ms") == []
+
+
+async def test_letters_that_no_worker_wrote_a_time_in_are_not_taken_for_old_ones(
+    doctor: Doctor, vhost: VirtualHost
+) -> None:
+    """Of one the broker says when it died, of another nothing does."""
+    await provision(vhost)
+    async with channel_to(vhost.url) as channel:
+        unreadable = commands.Basic.Properties(headers={CREATED_AT: "no moment"})
+        await channel.basic_publish(b"1", exchange="outbox", routing_key="order.paid", properties=unreadable)
+        await until(lambda: has_rejected(channel, "billing"))
+        await channel.basic_publish(b"2", routing_key="billing.dlq")
+        await channel.basic_publish(b"3", routing_key="shipping.dlq")
+        told = await doctor.complains_of("dead letters")
+    assert told == [
+        (
+            "error",
+            "dead letters",
+            "2 in the queue 'billing', in the last 1h: 1 rejected at an unknown time, 1 undecodable",
+        ),
+        ("error", "dead letters", "1 in the queue 'shipping', in the last 1h: 1 rejected at an unknown time"),
+    ]
 
 
 async def with_letters(outbox: Outbox, vhost: VirtualHost, count: int = 1) -> None:

@@ -12,9 +12,11 @@ import pytest
 
 from outbox import ConfigurationError, Message, Outbox, RetryPolicy, TransportMismatch, TransportUnavailable, listen
 from outbox.core.binding import Binding
+from outbox.core.diagnosis import Level
 from outbox.core.events import Advised, CircuitOpened, Relayed
 from outbox.core.store import CircuitState
 from outbox.core.transport import Published
+from outbox.doctor import examine
 from outbox.outbound import circuit
 from outbox.outbound.publishing import Publisher
 from outbox.testing import drain
@@ -180,6 +182,9 @@ async def test_a_route_that_is_gone_is_named_when_a_relay_starts_and_can_be_remo
     [advised] = recorder.of(Advised)
     assert "other gets copies of order.*, user.*" in advised.advice
     assert "outbox queues remove other" in advised.advice
+    [found] = [finding for finding in await examine(outbox) if finding.subject == "bindings"]
+    assert (found.level, "other gets copies of order.*, user.*" in found.what) == (Level.WARNING, True)
+    assert found.advice == "run: outbox queues remove other"
     shown = (await command.run("status", "--json", "--interval", "0")).document
     assert [(queue["queue"], queue["delivered"]) for queue in shown["queues"]] == [("one", 0), ("other", 1)]
     assert "removed 2 bindings of other" in (await command.run("queues", "remove", "other")).said

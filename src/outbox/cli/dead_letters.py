@@ -232,8 +232,11 @@ def _show_list(letters: Sequence[DeadLetter], with_body: bool = False) -> None:
 
 def _show_counts(letters: Sequence[DeadLetter]) -> None:
     counted = Counter((letter.queue or words.NOTHING, letter.reason, letter.message.routing_key) for letter in letters)
-    rows = [(count, *which) for which, count in counted.most_common()]
+    rows = [(count, *which) for which, count in counted.most_common(MOST_SHOWN)]
     screen.show(screen.table(["count", "queue", "reason", "routing key"], rows, numbers=("count",), whole=("reason",)))
+    if len(counted) > MOST_SHOWN:
+        left = len(letters) - sum(count for count, *_ in rows)
+        screen.show(screen.note(f"and {left} of {words.count(len(counted) - MOST_SHOWN, 'other kind')}"))
 
 
 def _count(letters: Sequence[DeadLetter]) -> str:

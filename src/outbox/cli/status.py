@@ -229,7 +229,9 @@ def _parts(found: Status) -> list[RenderableType]:
 
 
 def _waiting(backlog: Backlog) -> str:
-    return f"{backlog.waiting}, {backlog.due} of them due" if backlog.waiting else "0"
+    refused = f"; {backlog.refused} refused, the first for {words.duration(backlog.refused_for)}"
+    due = f"{backlog.waiting}, {backlog.due} of them due{refused if backlog.refused else ''}"
+    return due if backlog.waiting else "0"
 
 
 def _dead(backlog: Backlog) -> str:

@@ -60,6 +60,8 @@ class Backlog:
 
     waiting: int = 0  # emitted and not yet sent or routed, the unroutable ones not counted
     due: int = 0  # of those: could be sent now
+    refused: int = 0  # of those: their destination has refused them before; they are tried again
+    refused_for: timedelta | None = None  # for how long the oldest of the refused has waited since it was first due
     oldest: timedelta | None = None  # for how long the oldest due message, waiting or in a queue, has been due
     leased: int | None = 0  # held by a relay or a worker, queues included; none: a broker does not tell its workers'
     unroutable: int = 0  # no binding matches them

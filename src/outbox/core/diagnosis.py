@@ -51,12 +51,14 @@ class Claimable:
     next_end: timedelta | None  # when the first of these leases ends unless it is renewed
     expired: int  # their lease ran out, and nobody has claimed them since
     expired_for: timedelta | None  # since when, at most
+    retried: int = 0  # their last attempt failed, or their destination refused them
+    retried_for: timedelta | None = None  # since the first of these was first due
 
 
 async def fresh_dead_letters(
-    letters: DeadLetters, queues: Sequence[str] | None, within: timedelta, where: str
+    letters: DeadLetters, queues: Sequence[str] | None, within: timedelta, where: str, *, known: bool = False
 ) -> list[Finding]:
-    """Those of these queues, which have some; None: of all that are known.
+    """Those of these queues, which may have some, and do if that is `known`; None: of all queues that are known.
 
     A queue of a broker can only be read by taking messages out of it: those without dead letters are left alone.
     """
@@ -66,7 +68,8 @@ async def fresh_dead_letters(
             deaths = await letters.deaths(within, known=queues or ())
     except (TransportUnavailable, ConfigurationError, ClosedForGood) as error:
         what = f"{where} {', '.join(queues or ())}".rstrip() + f": not looked at: {error}"
-        return [Finding(Level.WARNING, "dead letters", what, "outbox dead-letters list --queue QUEUE shows them")]
+        level = Level.ERROR if known else Level.WARNING  # they are there, and may be fresh
+        return [Finding(level, "dead letters", what, "outbox dead-letters list --queue QUEUE shows them")]
     return list(dead_letter_findings(deaths, within, where))
 
 

@@ -214,10 +214,6 @@ class Provisioning:
 Health = Callable[[], Awaitable[str | None]]  # asks why the destination takes no messages now; None: it does
 
 
-async def _not_known() -> str | None:
-    return None
-
-
 class Transport(ABC):
     """Everything the library asks of a broker. What is not overridden is not there, and `features` says so."""
 
@@ -284,9 +280,9 @@ class Transport(ABC):
 
     # For operators.
 
-    def watched(self) -> AbstractAsyncContextManager[Health]:
-        """Around questions about its health, by a process that neither publishes nor consumes."""
-        return nullcontext(_not_known)
+    def watched(self) -> AbstractAsyncContextManager[Health | None]:
+        """Around questions about its health, by a process that neither publishes nor consumes. None: it cannot tell."""
+        return nullcontext(None)
 
     async def counted(self, recorded: Collection[str]) -> Sequence[QueueBacklog] | None:
         """The backlog of each queue, while a `watched` is open over one connection. Never raises if it is away.

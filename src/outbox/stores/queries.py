@@ -80,6 +80,7 @@ class SqlInspection:
                 func.min(case((leased, left))).label("next_end"),
                 _count(expired).label("expired"),
                 func.max(case((expired, -left))).label("expired_for"),
+                *self._retried(columns.attempts > 0),
             )
             .where(columns.done_at.is_(None))
             .group_by(columns.destination)
@@ -95,6 +96,8 @@ class SqlInspection:
                 next_end=_age(row.next_end),
                 expired=row.expired,
                 expired_for=_age(row.expired_for),
+                retried=row.retried,
+                retried_for=_age(row.retried_for),
             )
             for row in rows
         ]
@@ -120,6 +123,8 @@ class SqlInspection:
         return Backlog(
             waiting=waiting.open - waiting.unroutable if waiting else 0,
             due=waiting.due if waiting else 0,
+            refused=waiting.retried if waiting else 0,
+            refused_for=_age(waiting.retried_for) if waiting else None,
             oldest=_age(max(ages, default=None)),
             leased=sum(row.leased for row in by_destination.values()),
             unroutable=waiting.unroutable if waiting else 0,
@@ -144,6 +149,7 @@ class SqlInspection:
             _count(is_open & (columns.attempts == 0)).label("fresh"),
             _count(columns.done_at.is_not(None)).label("sent"),
             self._longest_due(is_due).label("oldest"),
+            *self._retried(is_open & (columns.attempts > 0)),
         ).group_by(columns.destination)
 
     @property
@@ -154,6 +160,12 @@ class SqlInspection:
     def _longest_due(self, condition: ColumnElement[bool]) -> ColumnElement[Any]:
         """For how many seconds the oldest of these has been due."""
         return func.max(case((condition, -self._dialect.seconds_until(self._messages.c.due_at))))
+
+    def _retried(self, condition: ColumnElement[bool]) -> tuple[ColumnElement[Any], ...]:
+        """How many were tried in vain, and for how many seconds the oldest of them has waited. A retry is due later."""
+        columns = self._messages.c
+        waited = -self._dialect.seconds_until(func.coalesce(columns.first_due_at, columns.due_at))
+        return _count(condition).label("retried"), func.max(case((condition, waited))).label("retried_for")
 
     def _dead(self, connection: Connection, by: str) -> dict[str, int]:
         column = self._tables.dead_letters.c[by]

@@ -229,11 +229,10 @@ class RabbitmqTransport(Transport):
         )
 
     @asynccontextmanager
-    async def watched(self) -> AsyncIterator[Health]:
+    async def watched(self) -> AsyncIterator[Health | None]:
         """A connection that was given is its owner's to watch."""
         if self._endpoint.given is not None:
-            async with super().watched() as unknown:
-                yield unknown
+            yield None
             return
         watch = HealthProbe(partial(self._endpoint.connect_by_hand, "watch"))
         self._counting = connected = self._new_counting()
@@ -289,9 +288,14 @@ class RabbitmqTransport(Transport):
         if not examined.reached:
             return examined.findings
         with_letters, there = [found.queue for found in examined.queues if found.dead != 0], "in RabbitMQ's queues"
-        letters = await fresh_dead_letters(self.dead_letters, with_letters, fresh, there) if examined.queues else []
+        known = any(found.dead for found in examined.queues)
+        letters = (
+            await fresh_dead_letters(self.dead_letters, with_letters, fresh, there, known=known)
+            if examined.queues
+            else []
+        )
         async with self.watched() as asked:
-            return [*examined.findings, *letters, *alarm(await asked())]
+            return [*examined.findings, *letters, *(alarm(await asked()) if asked else ())]
 
     def topology(
         self,

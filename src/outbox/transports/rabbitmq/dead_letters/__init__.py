@@ -15,7 +15,6 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from outbox.core.attempt import Reason
 from outbox.core.dead_letter import DeadLetter, DeadLetters, Deaths, Filter
 from outbox.core.errors import ConfigurationError, NotFound, TransportUnavailable
 from outbox.core.transport import Refusal
@@ -239,15 +238,22 @@ async def _counted(browse: Browse, queue: str, since: datetime) -> list[Deaths]:
     there = await browse.count()
     if there > MOST_LETTERS_READ:
         return [Deaths(queue=queue, reason=None, count=there)]
-    ids, reasons = set[int](), Counter[Reason]()
+    ids, reasons = set[int](), Counter[str]()
     most = COPIES_AT_ONCE  # of the first ones it is not known how large they are
     while letters := await browse.next(most):
-        young = {letter.id: letter.dead.reason for letter in letters if letter.dead.died_at >= since}
+        young = {letter.id: found for letter in letters if (found := _fresh(letter, since)) is not None}
         reasons.update(reason for id, reason in young.items() if id not in ids)
         ids |= young.keys()
         letters.clear()  # with their bodies
         most = MOST_AT_ONCE
     return [Deaths(queue=queue, reason=reason, count=count) for reason, count in sorted(reasons.items())]
+
+
+def _fresh(letter: Letter, since: datetime) -> str | None:
+    """Why it died, if it died lately; one that may have died at any time is no old one."""
+    if letter.is_of_unknown_age:
+        return f"{letter.dead.reason} at an unknown time"
+    return str(letter.dead.reason) if letter.dead.died_at >= since else None
 
 
 async def _until_found(browse: Browse, ids: Collection[int]) -> AsyncIterator[Letter]:

@@ -63,6 +63,11 @@ class Letter:
     def id(self) -> int:
         return self.dead.id
 
+    @property
+    def is_of_unknown_age(self) -> bool:
+        """Whether neither a worker nor the broker wrote down when it died."""
+        return self.dead.died_at < _NEVER + timedelta(seconds=1)
+
     def revived(self) -> bytes | None:
         """The properties of its new beginning; none if there is no reading what would have to be carried on.
 
@@ -110,6 +115,7 @@ def read(queue: str, home: str, incoming: Incoming, largest_body: int) -> Letter
 def _letter(queue: str, home: str, incoming: Incoming, envelope: Envelope, largest_body: int) -> Letter:
     envelope = _with_id(envelope, incoming.body)
     returned = max(envelope.returned, int(incoming.redelivered))
+    death: Mapping[str, Any] = {}
     try:
         death = _death(envelope, home)
         if death.get("queue") == home and (death.get("exchange") or death.get("reason") != _BY_WORKER):
@@ -118,7 +124,7 @@ def _letter(queue: str, home: str, incoming: Incoming, envelope: Envelope, large
             envelope = envelope.as_new()
         dead = _known(queue, incoming, envelope, death, largest_body)
     except Undecodable as error:
-        dead = _strange(queue, incoming, envelope, str(error))
+        dead = _strange(queue, incoming, envelope, str(error), death.get("time"))
         envelope = envelope.without_ours()
     return Letter(incoming.tag, dead, home, incoming.properties, envelope, returned)
 
@@ -157,10 +163,12 @@ def _why(envelope: Envelope, death: Mapping[str, Any], body: bytes, largest_body
     return by_broker, _told(death)
 
 
-def _strange(queue: str, incoming: Incoming, envelope: Envelope | None, error: str) -> DeadLetter:
+def _strange(
+    queue: str, incoming: Incoming, envelope: Envelope | None, error: str, by_broker: object = None
+) -> DeadLetter:
     """Of what cannot be read, the body is known."""
     message_id = (envelope.text("message_id") if envelope else None) or _id_of(incoming.body)
-    died_at = _written_down(envelope) or _about(None, message_id + _id_of(incoming.body))
+    died_at = _written_down(envelope) or _about(by_broker, message_id + _id_of(incoming.body))
     message = Message(
         routing_key=incoming.routing_key if envelope else queue,
         body=incoming.body,
