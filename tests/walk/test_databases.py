@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from datetime import timedelta
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from sqlalchemy import MetaData, create_engine, event, inspect, text
+from sqlalchemy import Connection, MetaData, create_engine, event, inspect, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
 from sqlalchemy.pool import NullPool
@@ -407,8 +408,15 @@ async def test_work_of_a_store_in_memory_is_no_transaction_of_a_session_beside_i
     @listen("a", queue="q")
     async def listener(body: int, session: AsyncSession) -> None:
         runs.append(body)
-        working = asyncio.create_task(store.runner.look(lambda _: time.sleep(0.05)))
-        await asyncio.sleep(0.02)  # it works now
+        begun = threading.Event()
+
+        def work(_: Connection) -> None:
+            begun.set()
+            time.sleep(0.1)
+
+        working = asyncio.create_task(store.runner.look(work))
+        while not begun.is_set():
+            await asyncio.sleep(0.001)
         await session.execute(text("SELECT 1"))
         await outbox.emit(session, "unroutable", body)
         await working

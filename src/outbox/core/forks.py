@@ -41,10 +41,10 @@ def lead_nowhere(descriptor: int) -> None:
 
 
 class ForkableLock:
-    """A lock that no child inherits held by a thread which it does not have. A thread may take it again."""
+    """A lock that no child inherits held by a thread which it does not have."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
         forget_after_fork(self)
 
     def __enter__(self) -> None:
@@ -54,7 +54,7 @@ class ForkableLock:
         self._lock.release()
 
     def forked(self) -> None:
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
 
 
 def _in_child() -> None:

@@ -7,6 +7,7 @@ SQLAlchemy knows of neither. Both are seen by comparing the driver before and af
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -18,6 +19,7 @@ from outbox.core.forks import ForkableLock
 from outbox.core.transaction_state import TransactionState, begins_by_itself
 
 sharing = ForkableLock()  # held while a store works on the one connection of a database in memory, in its thread
+shared: WeakSet[Any] = WeakSet()  # these connections
 _was_open: WeakKeyDictionary[Transaction, bool] = WeakKeyDictionary()  # before its last statement
 _rolled_back: WeakSet[Transaction] = WeakSet()  # by SQLite
 _savepoint_first: WeakSet[Transaction] = WeakSet()
@@ -27,7 +29,7 @@ _ENDING = tuple("CcEe")  # how COMMIT and END begin, and few other statements
 
 def is_open(driver: Any) -> bool:
     """Whether a caller's transaction is open on a driver's connection: a store's own is over when this looks."""
-    with sharing:
+    with sharing if driver in shared else nullcontext():
         return bool(driver.in_transaction)
 
 

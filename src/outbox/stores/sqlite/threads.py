@@ -13,7 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from outbox.stores.sqlite.engines import BUSY_TIMEOUT, READING, any_text, begin, prepare, read_any_text
 from outbox.stores.sqlite.files import files, make_private
-from outbox.stores.sqlite.state import sharing
+from outbox.stores.sqlite.state import shared, sharing
 
 Result = TypeVar("Result")
 
@@ -98,7 +98,9 @@ class MemoryThread:
             # One, and kept open: giving one back would roll back what a caller's session has open on the same one.
             if self._connection is None:
                 self._connection = await self._given.connect()
-        return (await self._connection.get_raw_connection()).driver_connection
+        driver: Any = (await self._connection.get_raw_connection()).driver_connection
+        shared.add(driver)
+        return driver
 
 
 def untouched(url: URL, work: Callable[[Connection], Result]) -> Result:
