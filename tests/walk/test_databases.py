@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from datetime import timedelta
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from sqlalchemy import Connection, MetaData, create_engine, event, inspect, text
+from sqlalchemy import MetaData, create_engine, event, inspect, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
 from sqlalchemy.pool import NullPool
@@ -408,18 +407,15 @@ async def test_work_of_a_store_in_memory_is_no_transaction_of_a_session_beside_i
     @listen("a", queue="q")
     async def listener(body: int, session: AsyncSession) -> None:
         runs.append(body)
-        begun = threading.Event()
-
-        def work(_: Connection) -> None:
-            begun.set()
-            time.sleep(0.1)
-
-        working = asyncio.create_task(store.runner.look(work))
-        while not begun.is_set():
-            await asyncio.sleep(0.001)
-        await session.execute(text("SELECT 1"))
+        for _ in range(3):
+            before = asyncio.create_task(store.runner.look(lambda _: time.sleep(0.06)))
+            await asyncio.sleep(0.02)
+            executing = asyncio.create_task(session.execute(text("SELECT 1")))
+            await asyncio.sleep(0.02)
+            behind = asyncio.create_task(store.runner.look(lambda _: time.sleep(0.04)))  # when SELECT has its cursor
+            await asyncio.gather(before, executing, behind)
+            await session.execute(text("SELECT 2"))
         await outbox.emit(session, "unroutable", body)
-        await working
         ended.set()
 
     async with outbox.running(listeners=[listener]):
