@@ -29,7 +29,7 @@ from outbox.inbound.http.request import MODES, Mode
 from outbox.inbound.receiver import Unwanted
 from outbox.lifecycle import Lifecycle
 from outbox.outbound.after_commit.hooks import Callback, HookedSession, add_hook, hooks_of
-from outbox.outbound.after_commit.session_commits import guard
+from outbox.outbound.after_commit.session_commits import check_not_abandoned, guard
 from outbox.outbound.sessions.lookup import plain_session, transaction_of
 from outbox.outbound.sessions.session_types import AnySession, PlainSession
 from outbox.outbound.transactional import opened, transactional
@@ -143,6 +143,7 @@ class Outbox(Emitting):
         async with hooks_of(session), parts.store.transactions.turn(for_caller=True), session, session.begin():
             with opened(self, session):
                 yield session
+                check_not_abandoned(session.sync_session)
 
     @contextmanager
     def _transaction_sync(self) -> Iterator[Session]:
@@ -150,6 +151,7 @@ class Outbox(Emitting):
         with parts.engines.plain_session() as session, session.begin(), opened(self, session):
             guard(session, parts.aborted)
             yield session
+            check_not_abandoned(session)
 
     def transactional(self, function: Callable[..., Result]) -> Callable[..., Result]:
         """A decorator: the argument annotated AsyncSession or Session is one in a transaction, as of `transaction()`.

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outbox import Message, Outbox, get_tracking_ids, tracking
+from outbox.core import cloudevents
 from outbox.core.errors import MessageIdInvalid
 from outbox.core.message import check_message_ids
 from outbox.core.tracking import follow, new_id
@@ -109,6 +110,25 @@ def test_an_id_is_followed_if_a_message_may_have_it(id: str) -> None:
     except MessageIdInvalid:
         led_here = ("good",)
     assert copy_context().run(following) == led_here
+
+
+@pytest.mark.parametrize("id", ["i" * 255, "%" * 255, "é" * 125, "ab"])
+def test_what_is_followed_fits_into_a_header(id: str) -> None:
+    """HTTP servers refuse headers of more than 8 KiB, all headers of a request together at times."""
+    ids = tuple(f"{number}{id}"[: 128 if "é" in id else 255] for number in range(64))
+
+    def what_follows() -> tuple[str, ...]:
+        follow(ids)
+        with tracking() as found:
+            return found
+
+    found = copy_context().run(what_follows)
+    message = Message(routing_key="a", body=b"1", tracking_ids=found)
+    headers, _ = cloudevents.binary(message, "/shop")
+    assert max(map(len, headers.values())) < 4096 + 40
+    assert (found[0], found[-2]) == (ids[0], ids[-1])
+    assert found[1:-1] == ids[len(ids) - len(found) + 2 :], "the last ones, without a gap"
+    assert len(found) == (64 if id == "ab" else len(found))
 
 
 def test_blocks_inside_blocks_keep_no_more_either() -> None:

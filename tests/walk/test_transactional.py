@@ -168,6 +168,64 @@ async def test_what_the_database_refuses_at_the_commit_takes_message_and_hook_wi
     assert await shop.kept(1)
 
 
+async def _leave(session: AsyncSession) -> None:
+    async with session:
+        pass
+
+
+def _leave_now(session: Session) -> None:
+    with session:
+        pass
+
+
+@pytest.mark.parametrize("way", [AsyncSession.close, AsyncSession.reset, _leave])
+@pytest.mark.parametrize("emits", [True, False])
+@pytest.mark.filterwarnings("ignore:a session was closed without commit:outbox.NotAtomicWarning")
+async def test_a_session_that_is_closed_inside_does_not_count_as_committed(shop: Shop, way: Any, emits: bool) -> None:
+    async def write_and_close(session: AsyncSession) -> str:
+        await session.execute(insert(shop.orders).values(id=1))
+        if emits:
+            await shop.outbox.emit(session, "order.placed", 1)
+        await way(session)
+        return "stored"
+
+    place = shop.outbox.transactional(write_and_close)
+    with pytest.raises(TransactionError, match="closed before the end"):
+        await place()
+    with pytest.raises(TransactionError, match="closed before the end"):
+        async with shop.outbox.transaction() as session:
+            await write_and_close(session)
+    with pytest.raises(TransactionError, match="closed before the end"):
+        async with shop.outbox.transaction() as session:
+            await session.execute(insert(shop.orders).values(id=2))
+            await place()
+    assert await shop.kept()
+
+
+@pytest.mark.parametrize("way", [Session.close, Session.reset, _leave_now])
+@pytest.mark.filterwarnings("ignore:a session was closed without commit:outbox.NotAtomicWarning")
+async def test_a_plain_session_that_is_closed_inside_does_not_count_as_committed(shop: Shop, way: Any) -> None:
+    def write_and_close(session: Session) -> str:
+        session.execute(insert(shop.orders).values(id=1))
+        shop.outbox.emit_sync(session, "order.placed", 1)
+        way(session)
+        return "stored"
+
+    with pytest.raises(TransactionError, match="closed before the end"):
+        await asyncio.to_thread(shop.outbox.transactional(write_and_close))
+    assert await shop.kept()
+
+
+async def test_what_is_committed_or_rolled_back_inside_is_taken_as_it_was_meant(shop: Shop) -> None:
+    async with shop.outbox.transaction() as session:
+        await shop.write(1, session)
+        await session.rollback()
+    async with shop.outbox.transaction() as session:
+        await shop.write(2, session)
+        await session.commit()
+    assert await shop.kept(2)
+
+
 async def test_plain_functions_get_a_plain_session(shop: Shop) -> None:
     session = await asyncio.to_thread(shop.place_now, 1)
     assert isinstance(session, Session)

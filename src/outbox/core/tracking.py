@@ -7,11 +7,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from urllib.parse import quote
 from uuid import UUID
 
 from outbox.core.binding import LONGEST_KEY
 
 MOST_IDS = 64  # brokers and HTTP servers limit what a message carries beside its body: the first id, and the last 63
+
+LARGEST_IDS = 4096  # bytes of those that led here, as the header of a CloudEvent has them; the same reason
 
 _tracking_ids: ContextVar[tuple[str, ...]] = ContextVar("outbox_tracking_ids", default=())
 
@@ -43,6 +46,9 @@ def follow(tracking_ids: tuple[str, ...]) -> None:
         if not id.isascii() or not id.isprintable() or not 0 < len(id) <= LONGEST_KEY:
             tracking_ids = tuple(filter(_travels, tracking_ids))
             break
+    text = ",".join(tracking_ids)
+    if 5 * len(text) > LARGEST_IDS or not text.isascii():  # a character of ASCII takes five at most
+        tracking_ids = _fitting(tracking_ids)
     _tracking_ids.set(tracking_ids)
 
 
@@ -56,6 +62,26 @@ def kept(tracking_ids: tuple[str, ...]) -> tuple[str, ...]:
     if len(tracking_ids) <= MOST_IDS:
         return tracking_ids
     return (tracking_ids[0], *tracking_ids[1 - MOST_IDS :])
+
+
+def _fitting(tracking_ids: tuple[str, ...]) -> tuple[str, ...]:
+    """The first one, and of the last ones as many as fit."""
+    if _size(",".join(tracking_ids)) <= LARGEST_IDS:
+        return tracking_ids
+    first, *others = tracking_ids
+    room = LARGEST_IDS - _size(first)
+    last: list[str] = []
+    for id in reversed(others):
+        room -= _size(id) + 1
+        if room < 0:
+            break
+        last.append(id)
+    return (first, *reversed(last))
+
+
+def _size(ids: str) -> int:
+    """In a header of a binary CloudEvent, where the percent signs that quote an id are quoted again."""
+    return len(quote(quote(ids, safe=","), safe=","))
 
 
 def _travels(id: str) -> bool:

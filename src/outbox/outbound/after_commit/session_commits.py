@@ -22,6 +22,8 @@ class SessionCommits:
         self.keeps_hooks = False  # for somebody who runs them later
         self._waiting: dict[SessionTransaction, Waiting] = {}
         self._committed: list[Hook] = []
+        self._decided: SessionTransaction | None = None  # the last outermost one that committed or was rolled back
+        self.is_abandoned = False  # whether an outermost one ended without either: its session was closed
 
     def waiting(self, transaction: SessionTransaction) -> Waiting:
         found = self._waiting.get(transaction)
@@ -30,6 +32,7 @@ class SessionCommits:
         return found
 
     def committed(self, transaction: SessionTransaction) -> None:
+        self._decided = transaction
         waiting = self._waiting.pop(transaction, None)
         if waiting is None:
             return
@@ -47,12 +50,15 @@ class SessionCommits:
             action()
 
     def rolled_back(self, transaction: SessionTransaction) -> None:
+        self._decided = transaction
         self._waiting.pop(transaction, None)
 
     def ended(self, transaction: SessionTransaction) -> None:
         waiting = self._waiting.pop(transaction, None)  # neither committed nor rolled back
         if transaction.parent is not None:
             return
+        self.is_abandoned = transaction is not self._decided
+        self._decided = None
         if waiting is not None and waiting.actions:
             _warn_of_forgotten_commit(len(waiting.actions))
         if not self.keeps_hooks:
@@ -99,6 +105,15 @@ def guard(session: Session | Connection, aborted: Aborted) -> None:
     else:
         commits_on(session).aborted = aborted
         watch_driver(session)
+
+
+def check_not_abandoned(session: Session) -> None:
+    """At the end of a block that commits: a session that was closed inside keeps nothing, and says nothing."""
+    if commits_of(session).is_abandoned:
+        raise TransactionError(
+            "the session was closed before the end of its transaction, and the database keeps nothing of it: leave the "
+            "session open, the block closes it; to roll back, raise an exception or call `session.rollback()`"
+        )
 
 
 def after_commit(session: Session | Connection, action: Action) -> None:
