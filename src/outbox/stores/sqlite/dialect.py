@@ -147,6 +147,9 @@ class SqliteDialect(PartialIndexes, SqlDialect):
             connection.execute(CreateTable(table, if_not_exists=True))
             for index in sorted(table.indexes, key=lambda each: str(each.name)):
                 connection.execute(CreateIndex(index, if_not_exists=True))
+                found = connection.dialect.get_indexes(connection, table.name, schema=table.schema)
+                if index.name not in {each["name"] for each in found}:
+                    connection.execute(CreateIndex(index))  # a table of another name has it: SQLite says so
 
     def differences(self, connection: Connection, tables: Tables) -> list[Difference]:
         return SqliteCheck(connection, tables).differences()
