@@ -144,7 +144,8 @@ async def test_while_nothing_happens_only_the_line_is_asked(straight: Straight) 
     statements: list[str] = []
 
     def count(connection: Connection, _: object, statement: str, *__: object) -> None:
-        statements.append(statement)
+        if "pg_notify" not in statement:  # on a busy machine a wake-up for a commit from before may come this late
+            statements.append(statement)
 
     async def claimed() -> int:
         async with store.feed.claim(Selection(limit=10, lease=LEASE, destination="q")) as claim:
