@@ -261,6 +261,16 @@ def huge_bodies(random: Random, count: int) -> Iterator[Hostile]:
         yield Hostile(headers, [part] * (5_000_000 // len(part)), answers=frozenset({413}))
 
 
+def many_signatures(random: Random, count: int) -> Iterator[Hostile]:
+    """Headers as long as servers take them, and a body of two megabytes to compare each with."""
+    for number in range(count):
+        headers, _, id = originals(random, number)
+        body = json.dumps({"type": "order.created", "data": "x" * 2_000_000}).encode()
+        signature = " ".join(["v1,AA"] * (30 if number % 2 else random.choice([33, 500, 8000])))
+        forging = {**signing(body, id), "webhook-signature": signature}
+        yield Hostile(raw({**headers, **forging}), [body], answers=frozenset({401}))
+
+
 def unsigned(random: Random, count: int) -> Iterator[Hostile]:
     """Good but for the signature, of which there is nothing: declined before a byte is read."""
     for number in range(count):
@@ -272,6 +282,7 @@ GROUPS: Mapping[str, tuple[Callable[[Random, int], Iterator[Hostile]], int]] = {
     "cut bodies": (cut_bodies, 900),
     "cut connections": (cut_connections, 600),
     "forged signatures": (forged_signatures, 1300),
+    "many signatures": (many_signatures, 12),
     "replayed as something else": (replayed, 750),
     "header forms": (header_forms, 900),
     "bad JSON": (bad_json, 900),

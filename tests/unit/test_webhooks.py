@@ -11,7 +11,8 @@ import pytest
 import standardwebhooks
 
 from outbox import ConfigurationError, SignatureInvalid
-from outbox.core.webhooks import HEADERS, ID, SIGNATURE, TIMESTAMP, Secrets, sign, verify
+from outbox.core import webhooks
+from outbox.core.webhooks import HEADERS, ID, SIGNATURE, TIMESTAMP, Secrets, claimed, sign, verify
 
 KEY = bytes(range(32))
 OTHER_KEY = bytes(range(100, 140))
@@ -239,6 +240,32 @@ def test_no_secret_at_all_is_refused() -> None:
     for nothing in ((), [], iter(())):
         with pytest.raises(ConfigurationError, match="no webhook secret"):
             Secrets.of(nothing)  # type: ignore[arg-type]
+
+
+def test_a_body_is_read_once_for_each_secret_however_many_signatures_a_sender_gives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    digests = []
+    digest = webhooks._digest
+
+    def counted(key: Any, content: bytes) -> bytes:
+        digests.append(content)
+        return digest(key, content)
+
+    monkeypatch.setattr(webhooks, "_digest", counted)
+    secrets = Secrets(KEY, OTHER_KEY)
+    for headers in ({**GOOD, SIGNATURE: " ".join(["v1,AAAA"] * 32)}, {**GOOD, SIGNATURE: "v1,AAAA"}):
+        digests.clear()
+        with pytest.raises(SignatureInvalid, match="no signature"):
+            verify(secrets, headers, BODY, NOW)
+        assert len(digests) == 2
+
+
+def test_more_signatures_than_a_sender_needs_are_declined_before_the_body_is_read() -> None:
+    good = GOOD[SIGNATURE]
+    assert claimed({**GOOD, SIGNATURE: " ".join(["v1,AAAA"] * 31 + [good])}, NOW).signatures[-1] == good.encode()
+    with pytest.raises(SignatureInvalid, match="more than 32 signatures"):
+        claimed({**GOOD, SIGNATURE: " ".join(["v1,AAAA"] * 32 + [good])}, NOW)
 
 
 def test_secrets_are_given_in_many_ways() -> None:

@@ -20,6 +20,7 @@ SIGNATURE: Final = "webhook-signature"
 HEADERS: Final = frozenset({ID, TIMESTAMP, SIGNATURE})
 
 TOLERANCE: Final = timedelta(minutes=5)  # between the sender's clock and ours, to either side
+MOST_SIGNATURES: Final = 32  # of one request; senders have one for each secret, and two while they change it
 SHORTEST_SECRET, LONGEST_SECRET = 24, 64  # bytes
 
 _PREFIX = "whsec_"
@@ -64,11 +65,8 @@ class Secrets:
         A mark tells neither the key nor the id. It begins with a dot, and nothing that is signed does.
         """
         # Every pair is compared, each in constant time: how long it takes tells nothing of how close a guess came.
-        signers = [
-            key
-            for key in self._keys
-            if sum([hmac.compare_digest(_signature(key, content).encode(), each) for each in given])
-        ]
+        made = [(key, _signature(key, content).encode()) for key in self._keys]  # the body is read once for each key
+        signers = [key for key, own in made if sum([hmac.compare_digest(own, each) for each in given])]
         return tuple(_digest(key, f".{id}".encode()).hex() for key in signers)
 
 
@@ -111,7 +109,10 @@ def claimed(headers: Mapping[str, str], now: float, tolerance: timedelta = TOLER
         raise SignatureInvalid(f"{TIMESTAMP} is no number: send the seconds since 1970")
     if abs(now - int(timestamp)) > tolerance.total_seconds():
         raise SignatureInvalid(f"{TIMESTAMP} is not within {tolerance} of the time here: sign each attempt anew")
-    return ClaimedSignature(id, timestamp, [each.encode() for each in signatures.split(" ")])
+    given = [each.encode() for each in signatures.split(" ", MOST_SIGNATURES)]
+    if len(given) > MOST_SIGNATURES:
+        raise SignatureInvalid(f"{SIGNATURE} has more than {MOST_SIGNATURES} signatures: send one for each secret")
+    return ClaimedSignature(id, timestamp, given)
 
 
 def verified(secrets: Secrets, claim: ClaimedSignature, body: bytes) -> Verified:
