@@ -79,6 +79,11 @@ TRANSPORTS: dict[str, Mapping[str, str]] = {
         "transport": f"amqp://{NOWHERE}/",
         "rabbitmq_management_url": f"http://shop:12/{CANARY}@{NOWHERE}",
     },
+    "management, a letter like /": {
+        "transport": f"amqp://{NOWHERE}/",
+        "rabbitmq_management_url": f"http://shop:{CANARY}\u2100@{NOWHERE}",
+    },
+    "management, no host": {"transport": f"amqp://{NOWHERE}/", "rabbitmq_management_url": f"http://shop:{CANARY}"},
     "management, no URL": {"transport": f"amqp://{NOWHERE}/", "rabbitmq_management_url": f"{CANARY}:{CANARY}"},
     "basic": {"transport": f"https://shop:{CANARY}@{NOWHERE}/hook"},
     "token": {"transport": f"https://{NOWHERE}/hook?token={CANARY}"},

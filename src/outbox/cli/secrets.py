@@ -41,8 +41,8 @@ def _of(url: str) -> set[str]:
     """The password of a URL, and its parts where it was not quoted and may have been cut."""
     try:
         parts = urlsplit(url)
-    except ValueError:
-        return set()
+    except ValueError:  # that of a user is then what stands between the first colon and the last @
+        return set(_ENDS.split(url.partition("://")[2].rpartition("@")[0].partition(":")[2])) - {""}
     before = url.partition("://")[2].rpartition("@")[0] if "@" in parts.path else parts.netloc.rpartition("@")[0]
     written = before.partition(":")[2]
     queried = [value for name, value in parse_qsl(parts.query) if _NAMES.search(name)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 from outbox.core.errors import ConfigurationError
 
@@ -48,3 +48,10 @@ def check_credentials(url: str, what: str) -> None:
             f"{what} has an @ after its host: in a password write / as %2F, ? as %3F and # as %23, "
             "and elsewhere @ as %40"
         )
+    try:
+        urlsplit(url).port  # noqa: B018 - a word in its place may be a password whose host was forgotten
+    except ValueError:  # its text repeats the URL, or a part of it
+        raise ConfigurationError(
+            f"{what} cannot be read: name a host, and a port that is a number; what is no letter or digit of ASCII in user "
+            "and password is written as %XX"
+        ) from None
