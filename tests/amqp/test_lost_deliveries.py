@@ -14,7 +14,7 @@ from sqlalchemy import event, text
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.util import await_only
 
-from outbox import Listener, Outbox, after_commit
+from outbox import Listener, Outbox
 from outbox.core.attempt import Done, Released
 from outbox.core.events import Handled, Troubled, Unsettled
 from outbox.transports.rabbitmq import RabbitmqTransport, lost_runs
@@ -182,7 +182,7 @@ async def test_a_commit_that_is_under_way_is_not_cut_and_what_waits_for_it_is_ca
 
     async def write(order: Any, session: AsyncSession) -> None:
         await session.execute(text("INSERT INTO effects VALUES (1)"))
-        after_commit(session, lambda: called.append("hook"))
+        outbox.after_commit(session, lambda: called.append("hook"))
         event.listen(session.sync_session, "before_commit", wait)
 
     listener = Listener("order.#", write, queue="orders", concurrency=1, retry_delays=[10])

@@ -143,11 +143,12 @@ async def test_differing_arguments_are_named_with_management_and_without(
     doctor: Doctor, vhost: VirtualHost, management_url: str
 ) -> None:
     quorum, delayed = {"x-queue-type": "quorum"}, {"x-dead-letter-exchange": "outbox", "x-message-ttl": 1000}
+    limit = {"x-delivery-limit": -1} if vhost.server_version >= (4,) else {}
     strong = {"x-dead-letter-strategy": "at-least-once", "x-overflow": "reject-publish"}
     arguments: dict[str, dict[str, Any]] = {
         "outbox.delay_1s": {**quorum, **delayed, **strong},
-        "billing": {**quorum, "x-dead-letter-exchange": "outbox.dlx", "x-dead-letter-routing-key": "billing"},
-        "shipping.dlq": {**quorum, "x-quorum-initial-group-size": 1},
+        "billing": {**quorum, **limit, "x-dead-letter-exchange": "outbox.dlx", "x-dead-letter-routing-key": "billing"},
+        "shipping.dlq": {**quorum, **limit, "x-quorum-initial-group-size": 1},
     }
     async with channel_to(vhost.url) as channel:
         await channel.exchange_declare("outbox.dlx", exchange_type="topic", durable=True)
