@@ -21,6 +21,7 @@ from outbox.core.message import Message
 from outbox.transports.rabbitmq.channel import Incoming
 from outbox.transports.rabbitmq.copies import after_failure, of_dead_letter
 from outbox.transports.rabbitmq.dead_letters.letter import read
+from outbox.transports.rabbitmq.dead_letters.letter import read
 from outbox.transports.rabbitmq.envelope import Envelope
 from outbox.transports.rabbitmq.headers import ATTEMPT, MOST_COUNTED, Unsendable
 from outbox.transports.rabbitmq.sending import encoded
@@ -161,6 +162,7 @@ def test_returns_are_counted_by_the_broker_and_of_two_counts_the_smaller_counts(
     assert Envelope.read(written(headers={"x-delivery-count": 1, "x-acquired-count": 4})).returned == 1
     assert Envelope.read(written(headers={"x-delivery-count": 9, "x-acquired-count": 4})).returned == 4
     assert Envelope.read(written(headers={"x-acquired-count": 4})).returned == 0
+    assert Envelope.read(written(headers={"x-delivery-count": 9, "x-acquired-count": 4})).returned_at_most == 9
     assert Envelope.read(written(headers={"x-delivery-count": "mine"})).returned == 0
 
 
@@ -333,6 +335,12 @@ def test_an_acquired_count_is_believed_where_the_broker_writes_one() -> None:
     assert delivered("outbox", redelivered=True, counts_acquired=True, **both).returned == 1
     assert delivered("outbox", redelivered=True, **both).returned == 5
     assert delivered("outbox", counts_acquired=True, **both).returned == 0
+
+
+def test_of_a_dead_letter_the_larger_count_counts_because_its_queue_may_limit_that_one() -> None:
+    for counts in ({"x-delivery-count": 9, "x-acquired-count": 4}, {"x-delivery-count": 4, "x-acquired-count": 9}):
+        incoming = Incoming(1, True, "outbox.dlx", "q", "", written(headers=counts), b"")
+        assert read("q", "q", incoming, 1000).returned == 9
 
 
 def test_two_ids_that_are_no_text_stay_two() -> None:

@@ -68,7 +68,7 @@ _OF_THIS_LIFE = (*_OF_THIS_COPY, ATTEMPT, CRASHES, EXPIRES_AT)
 _PRIVATE = frozenset((*_OF_THIS_COPY, ROUTING_KEY, ALSO_ROUTING_KEY, ATTEMPT, CRASHES, HISTORY))
 _DELIVERED, _ACQUIRED = "x-delivery-count", "x-acquired-count"
 _COUNTS = frozenset((_DELIVERED, _ACQUIRED))
-NEW_COUNTS = frozenset((_ACQUIRED,))  # written by the broker from RabbitMQ 4.3 on, by others before
+_NEW_COUNTS = frozenset((_ACQUIRED,))  # written by the broker from RabbitMQ 4.3 on, by others before
 
 
 # A user id must be that of the connection, and a time to live would cut a delay short: neither is carried on.
@@ -111,7 +111,7 @@ class Envelope:
             if not incoming.redelivered:
                 envelope.forget(_COUNTS)
             elif not counts_acquired:
-                envelope.forget(NEW_COUNTS)
+                envelope.forget(_NEW_COUNTS)
         return envelope
 
     def forget(self, names: frozenset[str]) -> None:
@@ -174,6 +174,12 @@ class Envelope:
         if _ACQUIRED in self.headers:
             count = min(count, self._returned(_ACQUIRED))
         return min(MOST_COUNTED, max(0, count))
+
+    @property
+    def returned_at_most(self) -> int:
+        """The larger of both: what a broker that limits deliveries may have counted, in whatever queues."""
+        counts = self.headers.keys() & _COUNTS
+        return min(MOST_COUNTED, max(0, *map(self._returned, _COUNTS))) if counts else 0
 
     def text(self, name: str) -> str | None:
         """A property that is a short string. What is no UTF-8 is escaped, so that two of them stay two."""

@@ -16,7 +16,7 @@ from aiormq.abc import AbstractChannel
 
 from outbox.core.errors import ConfigurationError, TransportUnavailable
 from outbox.transports.rabbitmq.aiormq_channel import asked
-from outbox.transports.rabbitmq.channel import BrokerConnection, Channel, Incoming, Lost, counts_acquired
+from outbox.transports.rabbitmq.channel import BrokerConnection, Channel, Incoming, Lost
 from outbox.transports.rabbitmq.dead_letters.letter import Letter, read
 from outbox.transports.rabbitmq.topology import Names
 
@@ -65,14 +65,7 @@ async def alone(connection: BrokerConnection, lock: str) -> AsyncIterator[None]:
 @asynccontextmanager
 async def browsing(connection: BrokerConnection, names: Names, queue: str, largest_body: int) -> AsyncIterator[Browse]:
     """The dead letters of a listener's queue."""
-    browse = Browse(
-        await connection.channel(),
-        await asked(connection.client_channel()),
-        names,
-        queue,
-        largest_body,
-        counts_acquired=counts_acquired(connection.server_version),
-    )
+    browse = Browse(await connection.channel(), await asked(connection.client_channel()), names, queue, largest_body)
     try:
         yield browse
     finally:
@@ -83,20 +76,12 @@ class Browse:
     """Letters in the order in which they come."""
 
     def __init__(
-        self,
-        channel: Channel,
-        counting: AbstractChannel,
-        names: Names,
-        queue: str,
-        largest_body: int,
-        *,
-        counts_acquired: bool,
+        self, channel: Channel, counting: AbstractChannel, names: Names, queue: str, largest_body: int
     ) -> None:
         self._channel = channel
         self._counting = counting
         self._queue = queue
         self._largest_body = largest_body  # bytes that a worker takes
-        self._counts_acquired = counts_acquired
         self._home = names.queue(queue)  # as the broker calls it
         self._name = names.dead_letter_queue(self._home)
         self._arrived: list[Incoming] = []
@@ -124,10 +109,7 @@ class Browse:
         arrived, self._arrived = self._arrived, []
         largest = max((len(incoming.body) for incoming in arrived), default=0)
         self._fitting = max(1, min(MOST_AT_ONCE, STEP_BYTES // max(1, largest)))
-        letters = [
-            read(self._queue, self._home, incoming, self._largest_body, counts_acquired=self._counts_acquired)
-            for incoming in arrived
-        ]
+        letters = [read(self._queue, self._home, incoming, self._largest_body) for incoming in arrived]
         self.most_returned = max([self.most_returned, *(letter.returned for letter in letters)])
         return letters
 

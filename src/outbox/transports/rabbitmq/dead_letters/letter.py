@@ -19,7 +19,7 @@ from outbox.core.headers import is_brokers
 from outbox.core.message import BYTES, Message
 from outbox.transports.rabbitmq.channel import Incoming
 from outbox.transports.rabbitmq.copies import of_replay
-from outbox.transports.rabbitmq.envelope import NEW_COUNTS, Envelope
+from outbox.transports.rabbitmq.envelope import Envelope
 from outbox.transports.rabbitmq.headers import (
     ATTEMPT,
     CRASHES,
@@ -98,13 +98,10 @@ class Letter:
             return None
 
 
-def read(queue: str, home: str, incoming: Incoming, largest_body: int, *, counts_acquired: bool = False) -> Letter:
+def read(queue: str, home: str, incoming: Incoming, largest_body: int) -> Letter:
     """What lies in the dead letters of a listener's queue, which the broker calls `home`. Nothing is too strange."""
     try:
-        envelope = Envelope.read(incoming.properties)
-        if not counts_acquired:
-            envelope.forget(NEW_COUNTS)
-        return _letter(queue, home, incoming, envelope, largest_body)
+        return _letter(queue, home, incoming, Envelope.read(incoming.properties), largest_body)
     except Exception as error:  # noqa: BLE001 - one letter keeps no other from being listed
         dead = _strange(queue, incoming, None, f"{error}; it can be discarded, and not replayed")
         return Letter(incoming.tag, dead, home, incoming.properties, None, _OFTEN if incoming.redelivered else 0)
@@ -112,7 +109,8 @@ def read(queue: str, home: str, incoming: Incoming, largest_body: int, *, counts
 
 def _letter(queue: str, home: str, incoming: Incoming, envelope: Envelope, largest_body: int) -> Letter:
     envelope = _with_id(envelope, incoming.body)
-    returned = max(envelope.returned, int(incoming.redelivered))
+    # From RabbitMQ 4.3 on one count goes on in the next queue, and it is that one which is limited.
+    returned = max(envelope.returned_at_most, int(incoming.redelivered))
     try:
         death = _death(envelope, home)
         if death.get("queue") == home and (death.get("exchange") or death.get("reason") != _BY_WORKER):
