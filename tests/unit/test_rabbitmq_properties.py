@@ -21,7 +21,6 @@ from outbox.core.message import Message
 from outbox.transports.rabbitmq.channel import Incoming
 from outbox.transports.rabbitmq.copies import after_failure, of_dead_letter
 from outbox.transports.rabbitmq.dead_letters.letter import read
-from outbox.transports.rabbitmq.dead_letters.letter import read
 from outbox.transports.rabbitmq.envelope import Envelope
 from outbox.transports.rabbitmq.headers import ATTEMPT, MOST_COUNTED, Unsendable
 from outbox.transports.rabbitmq.sending import encoded

@@ -165,8 +165,8 @@ class Envelope:
     def returned(self) -> int:
         """How often the broker got it back without an end: a worker died, lost its connection, or gave it back.
 
-        From RabbitMQ 4.3 on what was given back raises the acquired count alone. The other one is then left as its
-        publisher may have written it, and never more than the first.
+        From RabbitMQ 4.3 on what was given back raises the acquired count alone, and the other one may be what its
+        publisher wrote, or come from another queue: the smaller one counts.
         """
         if not self.headers.keys() & _COUNTS:
             return 0
