@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from functools import cached_property
 from typing import Any
 from urllib.parse import quote, urlsplit
 from urllib.request import Request, urlopen
@@ -49,6 +50,12 @@ class VirtualHost:
         self.url = _with_path(server.url, name)
         self.management = Management(server)
         self._users: list[str] = []
+
+    @cached_property
+    def server_version(self) -> tuple[int, ...]:
+        """Which RabbitMQ it is on: what its queues need depends on that."""
+        version: str = self.management.ask("GET", "overview")["rabbitmq_version"]
+        return tuple(int(part) for part in version.split("-")[0].split("+")[0].split("."))
 
     def create(self) -> None:
         self.management.ask("PUT", "vhosts", self.name)

@@ -156,9 +156,12 @@ def test_a_foreign_message_becomes_one_of_ours() -> None:
     assert Envelope.read(b"\x00\x00").message("k", b"").routing_key == "k"
 
 
-def test_returns_are_counted_by_the_broker_whatever_it_calls_them() -> None:
+def test_returns_are_counted_by_the_broker_and_of_two_counts_the_smaller_counts() -> None:
     assert Envelope.read(written(headers={"x-delivery-count": 2})).returned == 2
-    assert Envelope.read(written(headers={"x-delivery-count": 1, "x-acquired-count": 4})).returned == 4
+    assert Envelope.read(written(headers={"x-delivery-count": 1, "x-acquired-count": 4})).returned == 1
+    assert Envelope.read(written(headers={"x-delivery-count": 9, "x-acquired-count": 4})).returned == 4
+    assert Envelope.read(written(headers={"x-acquired-count": 4})).returned == 0
+    assert Envelope.read(written(headers={"x-delivery-count": 9, "x-acquired-count": 4})).returned_at_most == 9
     assert Envelope.read(written(headers={"x-delivery-count": "mine"})).returned == 0
 
 
@@ -294,8 +297,9 @@ PRIVATE = {
 }
 
 
-def delivered(exchange: str, *, redelivered: bool = False, **headers: Any) -> Envelope:
-    return Envelope.of(Incoming(1, redelivered, exchange, "some.key", "", written(headers=headers), b""))
+def delivered(exchange: str, *, redelivered: bool = False, counts_acquired: bool = False, **headers: Any) -> Envelope:
+    incoming = Incoming(1, redelivered, exchange, "some.key", "", written(headers=headers), b"")
+    return Envelope.of(incoming, counts_acquired=counts_acquired)
 
 
 def test_what_a_stranger_says_of_a_messages_past_is_ignored_and_not_carried_on() -> None:
@@ -322,7 +326,20 @@ def test_what_came_by_the_default_exchange_is_believed() -> None:
 def test_returns_count_only_where_the_broker_says_that_there_was_one() -> None:
     assert delivered("outbox", **{"x-delivery-count": 5}).returned == 0
     assert delivered("outbox", redelivered=True, **{"x-delivery-count": 5}).returned == 5
-    assert delivered("outbox", redelivered=True, **{"x-acquired-count": 2**63 - 1}).returned == MOST_COUNTED
+    assert delivered("outbox", redelivered=True, **{"x-delivery-count": 2**63 - 1}).returned == MOST_COUNTED
+
+
+def test_an_acquired_count_is_believed_where_the_broker_writes_one() -> None:
+    both = {"x-delivery-count": 5, "x-acquired-count": 1}
+    assert delivered("outbox", redelivered=True, counts_acquired=True, **both).returned == 1
+    assert delivered("outbox", redelivered=True, **both).returned == 5
+    assert delivered("outbox", counts_acquired=True, **both).returned == 0
+
+
+def test_of_a_dead_letter_the_larger_count_counts_because_its_queue_may_limit_that_one() -> None:
+    for counts in ({"x-delivery-count": 9, "x-acquired-count": 4}, {"x-delivery-count": 4, "x-acquired-count": 9}):
+        incoming = Incoming(1, True, "outbox.dlx", "q", "", written(headers=counts), b"")
+        assert read("q", "q", incoming, 1000).returned == 9
 
 
 def test_two_ids_that_are_no_text_stay_two() -> None:

@@ -14,6 +14,7 @@ from outbox.core.listener import Listener
 from outbox.transports.rabbitmq import poison
 from outbox.transports.rabbitmq.channel import Incoming
 from outbox.transports.rabbitmq.consumer import RabbitmqConsumer
+from outbox.transports.rabbitmq.lost_runs import LostRuns
 from outbox.transports.rabbitmq.poison import PoisonSuspects
 from outbox.transports.rabbitmq.unacknowledged import Unacknowledged
 
@@ -22,6 +23,8 @@ LONG = 10.0  # seconds that no test waits
 
 class Channel:
     """Hears everything and says nothing."""
+
+    server_version = None
 
     def __init__(self) -> None:
         self.ended: asyncio.Future[object] = asyncio.get_running_loop().create_future()
@@ -71,6 +74,7 @@ class Consumer:
             supervised=cast(Any, None),
             republisher=cast(Any, self.republisher),
             suspects=self.suspects,
+            lost_runs=LostRuns(),
             declare=cast(Any, None),
             observe=lambda event: None,
             all_unacknowledged=set(),

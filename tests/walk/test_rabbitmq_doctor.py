@@ -86,7 +86,8 @@ class Doctor:
 
 
 async def provision(vhost: VirtualHost, listeners: Sequence[Listener] = LISTENERS) -> None:
-    await declare_at(vhost.url, Topology.of(Names(), listeners, [timedelta(seconds=1)]))
+    delays, version = [timedelta(seconds=1)], vhost.server_version
+    await declare_at(vhost.url, Topology.of(Names(), listeners, delays, server_version=version))
 
 
 async def ignore(message: object) -> None: ...
@@ -144,11 +145,12 @@ async def test_differing_arguments_are_named_with_management_and_without(
     doctor: Doctor, vhost: VirtualHost, management_url: str
 ) -> None:
     quorum, delayed = {"x-queue-type": "quorum"}, {"x-dead-letter-exchange": "outbox", "x-message-ttl": 1000}
+    limit = {"x-delivery-limit": -1} if vhost.server_version >= (4,) else {}
     strong = {"x-dead-letter-strategy": "at-least-once", "x-overflow": "reject-publish"}
     arguments: dict[str, dict[str, Any]] = {
         "outbox.delay_1s": {**quorum, **delayed, **strong},
-        "billing": {**quorum, "x-dead-letter-exchange": "outbox.dlx", "x-dead-letter-routing-key": "billing"},
-        "shipping.dlq": {**quorum, "x-quorum-initial-group-size": 1},
+        "billing": {**quorum, **limit, "x-dead-letter-exchange": "outbox.dlx", "x-dead-letter-routing-key": "billing"},
+        "shipping.dlq": {**quorum, **limit, "x-quorum-initial-group-size": 1},
     }
     async with channel_to(vhost.url) as channel:
         await channel.exchange_declare("outbox.dlx", exchange_type="topic", durable=True)
@@ -171,6 +173,21 @@ async def test_differing_arguments_are_named_with_management_and_without(
         ("warning", "queues", "the queue 'billing' has no x-overflow instead of x-overflow='reject-publish'"),
     }
     assert set(vhost.queues()) == set(arguments)
+
+
+async def test_a_queue_that_limits_deliveries_is_mended_by_a_policy(doctor: Doctor, vhost: VirtualHost) -> None:
+    if vhost.server_version < (4,):
+        pytest.skip("before 4.0 no queue limits deliveries unless it was told to")
+    await declare_at(vhost.url, Topology.of(Names(), LISTENERS, [timedelta(seconds=1)]))
+    told = await doctor.complains()
+    assert {(level, subject) for level, subject, _ in told} == {("warning", "queues")}
+    assert [what for _, _, what in told if "'billing' has no x-delivery-limit instead of x-delivery-limit=-1" in what]
+    assert all("21 lost connections" in what for _, _, what in told)
+    definition, pattern = {"delivery-limit": -1}, "^(billing|shipping)(\\.dlq)?$"
+    options = {"pattern": pattern, "definition": definition, "apply-to": "queues"}
+    vhost.management.ask("PUT", "policies", vhost.name, "unlimited", **options)
+    await until(lambda: vhost.queues()["billing"].get("effective_policy_definition"))
+    assert not await doctor.complains()
 
 
 async def test_a_queue_without_consumers_is_a_warning_and_with_messages_an_error(
@@ -209,7 +226,8 @@ async def test_steps_of_a_function_are_neither_missing_nor_orphaned(doctor: Doct
     computed = Listener("order.*", print, queue="billing", retry_delays=lambda attempt_count, error: 1)
     await provision(vhost, [computed])
     assert await doctor.complains("computed") == []
-    await declare_at(vhost.url, Topology.of(Names(), [computed], (), steps=True))
+    version = vhost.server_version
+    await declare_at(vhost.url, Topology.of(Names(), [computed], (), steps=True, server_version=version))
     assert await doctor.complains("computed") == []
 
 

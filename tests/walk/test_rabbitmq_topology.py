@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
@@ -42,6 +43,7 @@ three = [*two, on_any]
 one = on_order
 """
 DEFAULT = Settings.of({}, {}).policy("retry_delays")
+VERSION = ("--server-version", "3.10.8")
 
 
 @listen("order.*", queue="billing", retry_delays=(0.1, 5))
@@ -72,7 +74,7 @@ def needed(listeners: Sequence[Listener] = TWO, **options: Any) -> Topology:
 
 
 async def test_the_table_names_everything(shop: Command) -> None:
-    ran = await shop.run("topology", "shop_of_topology:two")
+    ran = await shop.run("topology", "shop_of_topology:two", *VERSION)
     assert ran.code == 0, ran.said
     topology = needed()
     rows = [line.split() for line in ran.stdout.splitlines()]
@@ -91,7 +93,7 @@ async def test_the_table_names_everything(shop: Command) -> None:
 
 async def test_names_and_delays_come_from_the_settings(shop: Command) -> None:
     settings = {"OUTBOX_EXCHANGE_NAME": "shop", "OUTBOX_QUEUE_PREFIX": "eu.", "OUTBOX_RETRY_DELAYS": "7"}
-    ran = await shop.run("topology", "shop_of_topology:two", "--format", "json", **settings)
+    ran = await shop.run("topology", "shop_of_topology:two", "--format", "json", *VERSION, **settings)
     assert {each["name"] for each in ran.document["queues"]} == {
         *("eu.billing", "eu.billing.dlq", "eu.shipping", "eu.shipping.dlq"),
         *("shop.delay_100ms", "shop.delay_5s", "shop.delay_7s"),
@@ -113,7 +115,8 @@ async def test_names_and_delays_come_from_the_settings(shop: Command) -> None:
 async def test_the_virtual_host_is_that_of_the_url_unless_another_is_named(
     shop: Command, url: str, options: list[str], vhost: str
 ) -> None:
-    ran = await shop.run("topology", "shop_of_topology:two", "--format", "json", *options, OUTBOX_TRANSPORT=url)
+    arguments = ("--format", "json", *VERSION, *options)
+    ran = await shop.run("topology", "shop_of_topology:two", *arguments, OUTBOX_TRANSPORT=url)
     found = ran.document
     assert {each["vhost"] for part in ("exchanges", "queues", "bindings") for each in found[part]} == {vhost}
 
@@ -124,8 +127,32 @@ async def test_a_server_that_limits_deliveries_is_told_not_to(shop: Command) -> 
     assert limits["billing"] == limits["billing.dlq"] == -1
 
 
+@pytest.mark.parametrize("transport", ["", "memory://shop"])
+async def test_without_a_version_and_without_a_broker_nothing_is_printed(shop: Command, transport: str) -> None:
+    ran = await shop.run("topology", "shop_of_topology:two", "--format", "json", OUTBOX_TRANSPORT=transport)
+    assert (ran.code, ran.stdout, ran.error_lines) == (ExitCode.USAGE, "", 1)
+    assert "--server-version" in ran.stderr and "21 lost connections" in ran.stderr
+
+
+async def test_without_a_version_the_configured_broker_is_asked(shop: Command, vhost: VirtualHost) -> None:
+    ran = await shop.run("topology", "shop_of_topology:two", "--format", "json", OUTBOX_TRANSPORT=vhost.url)
+    limits = {each["name"]: each["arguments"].get("x-delivery-limit") for each in ran.document["queues"]}
+    assert limits["billing"] == (-1 if vhost.server_version >= (4,) else None)
+    assert not vhost.queues() and not vhost.exchanges(), "nothing is made"
+
+
+async def test_a_broker_that_is_away_is_not_guessed(shop: Command) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        url = f"amqp://shop:s3cret@127.0.0.1:{closed.getsockname()[1]}/"
+        ran = await shop.run("topology", "shop_of_topology:two", OUTBOX_TRANSPORT=url)
+    assert (ran.code, ran.stdout, ran.error_lines) == (ExitCode.UNREACHABLE, "", 1)
+    assert "with --server-version it need not be asked" in ran.stderr
+    assert "s3cret" not in ran.stderr
+
+
 async def test_every_step_is_there_for_delays_that_a_function_decides(shop: Command) -> None:
-    ran = await shop.run("topology", "shop_of_topology:three", "--format", "json")
+    ran = await shop.run("topology", "shop_of_topology:three", "--format", "json", *VERSION)
     assert {Names().delay(step) for step in STEPS} <= {each["name"] for each in ran.document["queues"]}
 
 
@@ -153,7 +180,7 @@ async def test_without_rabbitmqs_client_the_command_says_how_to_get_it(
     for name in [each for each in sys.modules if each.startswith("outbox.transports.rabbitmq")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "aio_pika", None)  # as if it could not be imported
-    ran = await shop.run("topology", "shop_of_topology:two")
+    ran = await shop.run("topology", "shop_of_topology:two", *VERSION)
     assert (ran.code, ran.error_lines) == (ExitCode.CONFIGURATION, 1)
     assert "pip install 'transactional-outbox[rabbitmq]'" in ran.stderr
 
@@ -162,7 +189,7 @@ async def test_without_rabbitmqs_client_the_command_says_how_to_get_it(
 
 
 async def test_terraform_makes_what_the_listeners_need_and_the_marker_last(shop: Command) -> None:
-    arguments = ("--relay-user", "mover", "--worker-user", "doer", "--vhost", "shop")
+    arguments = (*VERSION, "--relay-user", "mover", "--worker-user", "doer", "--vhost", "shop")
     ran = await shop.run("topology", "shop_of_topology:two", "--format", "terraform", *arguments)
     topology, found = needed(), resources(ran.stdout)
     exchanges = [each.values for each in found if each.kind == "rabbitmq_exchange"]
@@ -218,7 +245,8 @@ def test_names_that_mean_something_to_terraform_are_quoted() -> None:
 @pytest.fixture
 async def provisioned(shop: Command, rabbitmq: Server, vhost: VirtualHost) -> Any:
     """Definitions from the command, imported by an administrator."""
-    ran = await shop.run("topology", "shop_of_topology:two", "--format", "json", "--vhost", vhost.name)
+    arguments = ("--format", "json", "--vhost", vhost.name)
+    ran = await shop.run("topology", "shop_of_topology:two", *arguments, OUTBOX_TRANSPORT=vhost.url)
     if isinstance(rabbitmq, RabbitMQ):
         file = rabbitmq.folder / f"{vhost.name}.json"
         file.write_text(ran.stdout)
@@ -232,7 +260,7 @@ async def provisioned(shop: Command, rabbitmq: Server, vhost: VirtualHost) -> An
 async def test_imported_definitions_are_what_a_worker_would_declare(vhost: VirtualHost, provisioned: Any) -> None:
     imported = vhost.exchanges().keys(), {name: each["arguments"] for name, each in vhost.queues().items()}
     bound = {(each["source"], each["destination"], each["routing_key"]) for each in vhost.bindings()}
-    declared = await declare_at(vhost.url, needed())
+    declared = await declare_at(vhost.url, needed(server_version=vhost.server_version))
     assert not declared.weaker
     assert imported == (vhost.exchanges().keys(), {name: each["arguments"] for name, each in vhost.queues().items()})
     assert bound == {(each["source"], each["destination"], each["routing_key"]) for each in vhost.bindings()}
@@ -250,7 +278,7 @@ async def test_the_whole_flow_runs_on_imported_definitions_under_users_that_may_
         relaying = working = vhost.url_of_user(**OFFERED_BEFORE)
     await declare_at(relaying, Topology.of_relay(Names()))
     async with connected(working) as open_channel:
-        topology, declared = await declare_for(open_channel, Names(), TWO, DEFAULT)
+        topology, declared = await declare_for(open_channel, Names(), TWO, DEFAULT, server_version=vhost.server_version)
     assert declared.configures is False
     assert declared.dead_letters is (kind == "least")
 
@@ -292,7 +320,7 @@ async def test_permissions_of_users_that_exist_are_imported_too(
 ) -> None:
     user = vhost.url_of_user().split("://")[1].split(":")[0]
     arguments = ("--format", "json", "--vhost", vhost.name, "--worker-user", user)
-    ran = await shop.run("topology", "shop_of_topology:two", *arguments)
+    ran = await shop.run("topology", "shop_of_topology:two", *arguments, OUTBOX_TRANSPORT=vhost.url)
     vhost.management.ask("POST", "definitions", **ran.document)
     granted = vhost.management.ask("GET", "permissions", vhost.name, user)
     _, worker = permissions(needed())

@@ -119,6 +119,11 @@ class Delivery(ABC):
     def settle(self, outcome: Outcome) -> Settlement:
         """Say how it ended, once. Written in batches, nobody waits; False = nothing was written: it comes again."""
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether the hold on it is gone: it comes again, and nothing that is said of its end is written."""
+        return False
+
     # What the database's deliveries can do besides.
 
     def completion(self) -> tuple[Executable, Rows] | None:
@@ -149,6 +154,9 @@ class Delivery(ABC):
 
 class Consumer(ABC, AsyncIterator[Delivery]):
     """The deliveries of one queue."""
+
+    # Called when deliveries that were taken are lost. Whoever sets it says how each of them ended all the same.
+    on_lost: Callable[[], object] | None = None
 
     def __aiter__(self) -> Self:
         return self
@@ -311,6 +319,10 @@ class Transport(ABC):
         counted = await self.counted(recorded)
         known = None if counted is None else [found.queue for found in counted if found.dead != 0]
         return await fresh_dead_letters(self.dead_letters, known, fresh, f"in the queues of {self.name}")
+
+    async def server_version(self) -> str:
+        """What the broker says that it is, for `topology`. Empty: it does not tell, or must not be asked."""
+        return ""
 
     def topology(
         self,

@@ -9,7 +9,7 @@ from datetime import timedelta
 from functools import partial
 
 from outbox.core.attempt import Dead, Done, Outcome, Reason, Released
-from outbox.core.cancellation import ABANDONED
+from outbox.core.cancellation import ABANDONED, LOST
 from outbox.core.errors import Undecodable
 from outbox.core.events import Troubled
 from outbox.core.transport import Delivery
@@ -58,6 +58,9 @@ class BatchHandling(Handling):
         """One call for all of them. If it raises nobody knows whose fault it was, and each is called alone."""
         began = time.monotonic()
         together = Together(parts)
+        if together.is_lost:
+            await self._end_all(together, asyncio.CancelledError(LOST), began)  # while another part ran
+            return
         error = await self._raised_by(together)
         if error is None:
             self._sessions.over()
@@ -68,7 +71,7 @@ class BatchHandling(Handling):
             rest = [part for part in parts if part not in error.errors]
             if rest:
                 await self._together(rest)
-        elif len(parts) > 1 and _may_be_one_messages(error):
+        elif len(parts) > 1 and _may_be_one_messages(error) and not together.is_lost:
             self._tell(together, error)
             for part in parts:
                 await self._together([part])
@@ -98,6 +101,8 @@ class BatchHandling(Handling):
         self._end(delivery, outcome, _told(error), began)
 
     async def _end_all(self, together: Together, error: BaseException, began: float) -> None:
+        if together.is_lost and isinstance(error, ThreadTimeout):
+            await error.end()  # their messages wait for that
         if isinstance(error, _OF_NO_MESSAGE):
             outcome = await self._outcome_of(error, together)
             for delivery in together.deliveries:

@@ -23,6 +23,10 @@ class Batch(Delivery):
     def raw(self) -> object:
         return [delivery.raw for delivery in self.deliveries]
 
+    @property
+    def is_lost(self) -> bool:
+        return all(delivery.is_lost for delivery in self.deliveries)
+
     async def start(self) -> Batch | None:
         """One that is isolated comes alone."""
         [delivery] = self.deliveries

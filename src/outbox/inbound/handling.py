@@ -53,6 +53,11 @@ class Handling:
         self._on_error = on_error
         self._sessions = Outage(f"session for {listener.queue}", DATABASE, observe)
 
+    @property
+    def can_be_cut(self) -> bool:
+        """Whether a run ends when it is cancelled: the thread of a plain function goes on."""
+        return self._call.arguments.is_async
+
     async def check(self) -> None:
         """Refuse what cannot work before any message is touched."""
         await self._call.check_session()
@@ -81,6 +86,8 @@ class Handling:
             except BaseException as raised:  # noqa: BLE001 - a listener may raise anything
                 error = None if isinstance(raised, inbox.AlreadyHandled) else raised
                 outcome = await self._outcome_of(raised, delivery)
+        if delivery.is_lost and isinstance(error, ThreadTimeout):
+            await error.end()  # its message waits for that
         landed = partial(self._landed, delivery, outcome, error, time.monotonic() - began)
         delivery.settle(outcome).then(landed)
         if isinstance(error, ThreadTimeout):
@@ -92,6 +99,8 @@ class Handling:
         return _DONE
 
     async def _outcome_of(self, error: BaseException, delivery: Delivery) -> Outcome:
+        if delivery.is_lost:
+            return Released()  # it comes again whatever happened, and `on_error` would be asked for each time
         outcome = await self._usual_outcome_of(error, delivery)
         match outcome:
             case Dead(reason=Reason.EXPIRED | Reason.UNDECODABLE):

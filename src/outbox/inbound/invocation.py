@@ -135,7 +135,7 @@ class Invocation:
                     return
                 except Exception as error:
                     rerun = rerun or self._reruns.of(delivery)
-                    if not await rerun.wait(error):
+                    if delivery.is_lost or not await rerun.wait(error):
                         raise
         values = self.arguments.bind(delivery)
         limit = self._limit if self._limit_of is None else self._limit_of(delivery.attempt.message, self._limit)

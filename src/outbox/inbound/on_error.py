@@ -69,6 +69,8 @@ class OnErrorInvocation:
         except LeaseLost:
             return Released(LEASE_LOST_PAUSE)
         except asyncio.CancelledError as cancelled:
+            if delivery.is_lost:
+                return Released()
             if ABANDONED in cancelled.args:
                 delivery.settle(Released())
                 raise
@@ -92,7 +94,7 @@ class OnErrorInvocation:
                 self._reruns.outage.over()
                 return
             except Exception as error:
-                if not await rerun.wait(error):
+                if asking.delivery.is_lost or not await rerun.wait(error):
                     raise
 
     async def _ask(self, asking: _Asking) -> None:

@@ -35,6 +35,8 @@ class DeliveryToStore:
 class DeliveryStorage(GroupCommit[DeliveryToStore]):
     """Stores the deliveries of one queue."""
 
+    can_be_cut = True
+
     def __init__(
         self,
         store: Store,

@@ -15,6 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 from sqlalchemy.util import await_only
 
+from outbox.core.cancellation import uncut
 from outbox.core.errors import ConfigurationError
 from outbox.core.events import Conflicted, Observer
 from outbox.core.one_connection import tied
@@ -106,9 +107,10 @@ def _end(
     if limit.expired():
         raise TimeoutError("its time was over, and it did not heed its cancellation")
     limit.reschedule(None)  # a COMMIT that is cut may have happened
-    with committing():
-        session.commit()
-    session.close()
+    with uncut():
+        with committing():
+            session.commit()
+        session.close()
 
 
 def _flush(session: Session, guard: TransactionGuard) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from outbox.core.attempt import Released
 from outbox.core.backoff import ErrorBackoff, RestartDelay
-from outbox.core.cancellation import ABANDONED
+from outbox.core.cancellation import ABANDONED, cut
 from outbox.core.durations import NO_DELAY
 from outbox.core.errors import ClosedForGood
 from outbox.core.events import Observer, StillRunning, Troubled
@@ -42,6 +42,11 @@ Handle = Callable[[Delivery, Exception | None], Awaitable[None]]
 class Handler(Protocol):
     """What is done with each of them."""
 
+    @property
+    def can_be_cut(self) -> bool:
+        """Whether a run ends when it is cancelled."""
+        ...
+
     async def handle(self, delivery: Delivery, refusal: Exception | None = None) -> None: ...
 
 
@@ -53,8 +58,16 @@ class _Run:
     delivery: Delivery
     slots: Slots
     began: float
+    can_be_cut: bool
     task: asyncio.Task[None] | None = None  # the loop itself holds tasks only weakly
     told: bool = False
+    started: Delivery | None = None  # what an isolated run got in place of its delivery
+    has_begun: bool = False  # a task that is cancelled before would never give its slot back
+    was_cut: bool = False
+
+    @property
+    def is_lost(self) -> bool:
+        return (self.started or self.delivery).is_lost
 
 
 class Worker:
@@ -120,6 +133,7 @@ class Worker:
 
     async def _take(self, listener: Listener, slots: Slots, backoff: ErrorBackoff, outage: Outage) -> None:
         deliveries = self._source.consume(listener, self._prefetch)
+        deliveries.on_lost = self._cut
         if listener.batch is not None:
             deliveries = Batches(deliveries, listener.batch)
         try:
@@ -138,11 +152,12 @@ class Worker:
             await deliveries.aclose()
 
     def _starting(self, listener: Listener) -> Start:
-        queue, handle = listener.queue, self._handlings[listener].handle
+        queue, handling = listener.queue, self._handlings[listener]
+        handle, can_be_cut = handling.handle, handling.can_be_cut
         create_task = asyncio.get_running_loop().create_task
 
         def start(slots: Slots, delivery: Delivery, refusal: Exception | None) -> None:
-            run = _Run(queue, delivery, slots, time.monotonic())
+            run = _Run(queue, delivery, slots, time.monotonic(), can_be_cut)
             if delivery.attempt.isolated:
                 running = self._run_alone(run, handle, delivery, refusal)
             elif self._exclusive.is_kept:
@@ -150,16 +165,24 @@ class Worker:
                 return
             else:
                 self._exclusive.begin()
-                running = self._run_beside(run, handle(delivery, refusal))
+                running = self._run_beside(run, handle, refusal)
             self._running.add(run)
             run.task = create_task(running)
 
         return start
 
-    async def _run_beside(self, run: _Run, handling: Awaitable[None]) -> None:
+    async def _run_beside(self, run: _Run, handle: Handle, refusal: Exception | None) -> None:
         """A task of its own for each delivery: what a listener leaves in its context is gone with it."""
+        run.has_begun = True
         try:
-            await handling
+            if run.delivery.is_lost:  # while it waited for its lane, or for a run that had the process to itself
+                run.delivery.settle(Released())
+            else:
+                await handle(run.delivery, refusal)
+        except asyncio.CancelledError:
+            if not run.was_cut:
+                raise
+            run.delivery.settle(Released())  # unless it has an end
         except Exception as error:  # noqa: BLE001 - a fault of ours, not the listener's
             run.delivery.settle(Released())  # without an end it would be held for ever
             self._observe(Troubled(f"handling of {run.delivery.attempt.message.id}", error, timedelta(0)))
@@ -170,11 +193,13 @@ class Worker:
 
     async def _run_alone(self, run: _Run, handle: Handle, delivery: Delivery, refusal: Exception | None) -> None:
         """The run that could end as `crashed` has the process to itself, until its outcome is written."""
+        run.has_begun = True
         started: Delivery | None = None
         pause: timedelta | None = None
         try:
             async with self._exclusive.alone() as pause:
                 if pause is None and (started := await delivery.start()) is not None:
+                    run.started = started
                     await handle(started, refusal)
                     await _written(started)
         except Exception as error:  # noqa: BLE001 - the database is away, or a fault of ours
@@ -183,6 +208,13 @@ class Worker:
             (started or delivery).settle(Released(pause or NO_DELAY))  # unless it has an end
             self._running.discard(run)
             run.slots.release(run.delivery)
+
+    def _cut(self) -> None:
+        """Some deliveries are lost and come again. Runs of theirs make room, but for threads, which cannot be ended."""
+        for run in self._running:
+            if run.can_be_cut and run.has_begun and not run.was_cut and run.task is not None and run.is_lost:
+                run.was_cut = True
+                cut(run.task)
 
     async def _watch(self) -> None:
         """Say once of each listener that it runs for very long: the next thing it meets is a broker's own limit."""
@@ -206,6 +238,8 @@ class Worker:
         finally:
             await _end([abandoning, ending])
             left = self._tasks()
+            for run in self._running:
+                run.can_be_cut = False  # it is told once
             for task in left:
                 task.cancel(ABANDONED)
             if left:

@@ -26,6 +26,8 @@ class DatabaseDelivery(Delivery):
 
     __slots__ = ("_batch",)
 
+    is_lost = False  # its lease tells, when its end is written
+
     def __init__(self, attempt: Attempt, batch: ClaimedBatch) -> None:
         self.attempt = attempt
         self._batch = batch

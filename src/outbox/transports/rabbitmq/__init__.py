@@ -45,7 +45,8 @@ from outbox.transports.rabbitmq.dead_letters import BrokerAccess, RabbitmqDeadLe
 from outbox.transports.rabbitmq.declaring import OpenChannel, ReopeningChannel, declare, declare_for
 from outbox.transports.rabbitmq.doctor import alarm, examine
 from outbox.transports.rabbitmq.endpoint import Endpoint
-from outbox.transports.rabbitmq.management import ManagementAway, bindings_of, dead_letter_queues, see
+from outbox.transports.rabbitmq.lost_runs import LostRuns
+from outbox.transports.rabbitmq.management import ManagementAway, bindings_of_listeners, dead_letter_queues, see
 from outbox.transports.rabbitmq.options import RabbitmqOptions
 from outbox.transports.rabbitmq.poison import PoisonSuspects
 from outbox.transports.rabbitmq.provisioning import provisioning
@@ -116,7 +117,7 @@ class RabbitmqTransport(Transport):
             self._republisher = Republisher(
                 self._returning, self._names, partial(self._make, self._publisher_connection), self._observe
             )
-            self._suspects = PoisonSuspects()
+            self._suspects, self._lost_runs = PoisonSuspects(), LostRuns()
         await self._publisher_connection.open()
 
     async def close(self) -> None:
@@ -175,28 +176,15 @@ class RabbitmqTransport(Transport):
         self._republisher.topology = topology
         self._republisher.writes_dead_letters = declared.dead_letters
         for mismatch in declared.weaker:
-            advice = f"{mismatch}: a broker that crashes may lose a message there. When it is empty: {mismatch.way_out}"
-            self._observe(Advised("topology", advice))
+            self._observe(Advised("topology", mismatch.advice))
 
     async def bindings(self, queues: Collection[str], *, at_start: bool = False) -> list[Binding] | None:
         """The management interface alone tells. At a start it is asked only where a setting says that it is there."""
         if at_start and not self._management_url:
             return None
-        if not self._endpoint.url:
-            raise ConfigurationError(
-                "the connection to RabbitMQ that was given does not tell its URL, so the management interface cannot "
-                "be asked what queues are bound to: set rabbitmq_url instead of rmq_connection"
-            )
-        listeners = {self._names.queue(queue): queue for queue in queues}
-        try:
-            found = await bindings_of(listeners, self._management_url, self._endpoint.url, within=counting.COUNT_WITHIN)
-        except ManagementAway as error:
-            raise ConfigurationError(
-                f"RabbitMQ's management interface does not tell what queues are bound to ({error}): set "
-                "rabbitmq_management_url"
-            ) from None
-        ours = (each for each in found if each.exchange == self._names.exchange)
-        return [Binding(listeners[each.queue], each.routing_key) for each in ours]
+        return await bindings_of_listeners(
+            self._names, queues, self._management_url, self._endpoint.url, within=counting.COUNT_WITHIN
+        )
 
     async def unbind(self, binding: Binding) -> None:
         queue, exchange = self._names.queue(binding.queue), self._names.exchange
@@ -222,6 +210,7 @@ class RabbitmqTransport(Transport):
             supervised=self._consumer_connection,
             republisher=self._republisher,
             suspects=self._suspects,
+            lost_runs=self._lost_runs,
             declare=lambda: self.declare([listener]),
             observe=self._observe,
             all_unacknowledged=self._all_unacknowledged,
@@ -296,6 +285,17 @@ class RabbitmqTransport(Transport):
         )
         async with self.watched() as asked:
             return [*examined.findings, *letters, *(alarm(await asked()) if asked else ())]
+
+    async def server_version(self) -> str:
+        """The broker's own word, over a connection for this question alone."""
+        if self._endpoint.given is not None:
+            return ""
+        async with asyncio.timeout(START_WITHIN):
+            connection = await self._endpoint.connect_by_hand("topology")
+        try:
+            return ".".join(map(str, connection.server_version or ()))
+        finally:
+            await connection.close()
 
     def topology(
         self,

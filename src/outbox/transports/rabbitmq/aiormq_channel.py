@@ -12,7 +12,7 @@ from aiormq.abc import AbstractChannel, AbstractConnection, DeliveredMessage
 from pamqp import commands
 
 from outbox.core.cancellation import cancelled_from_outside
-from outbox.transports.rabbitmq.channel import CANCELLED, Ended, Incoming, Lost
+from outbox.transports.rabbitmq.channel import Ended, Incoming, Lost, cancelled
 from outbox.transports.rabbitmq.confirms import BrokerAnswer, Outgoing
 from outbox.transports.rabbitmq.frames import ANSWER_WITHIN, USUAL_FRAME, consumer_tags, lowest_free, version_of
 from outbox.transports.rabbitmq.guarding import FrameGuard, Unparsed
@@ -52,7 +52,8 @@ class AiormqConnection:
             ready.cancel()
 
     async def channel(self) -> AiormqChannel:
-        return AiormqChannel(await self._open(publisher_confirms=True, on_return_raises=True))
+        channel = await self._open(publisher_confirms=True, on_return_raises=True)
+        return AiormqChannel(channel, self.server_version)
 
     async def client_channel(self) -> AbstractChannel:
         return await self._open(publisher_confirms=False)
@@ -92,8 +93,9 @@ class AiormqConnection:
 class AiormqChannel:
     """A channel of aiormq's."""
 
-    def __init__(self, channel: AbstractChannel) -> None:
+    def __init__(self, channel: AbstractChannel, server_version: tuple[int, ...] | None) -> None:
         self._channel = channel
+        self.server_version = server_version
         self.ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
         channel.closing.add_done_callback(lambda closing: self._end(_ended_by(closing)))
         self._settling: asyncio.Queue[Awaitable[None] | None] = asyncio.Queue()
@@ -126,7 +128,7 @@ class AiormqChannel:
                 taken(_incoming(message))
 
         async def on_cancel(frame: commands.Basic.Cancel) -> None:
-            self.retire(CANCELLED)
+            self.retire(cancelled(self.server_version))
 
         if self._writer is None:
             self._channel.on_consumer_cancel_callbacks.add(on_cancel)

@@ -11,7 +11,14 @@ from aiormq.abc import AbstractChannel
 
 from outbox.transports.rabbitmq.confirms import BrokerAnswer, Outgoing
 
-CANCELLED = "the broker cancelled the consumer: its queue was deleted, or moves to another node"
+_WITH_TIMEOUT = (4, 3)  # RabbitMQ, from which on a consumer timeout cancels the consumer; before, it closes the channel
+_CANCELLED = "the broker cancelled the consumer: its queue was deleted, or moves to another node"
+_CANCELLED_OR_LATE = (
+    "the broker cancelled the consumer: a message was not acknowledged within the consumer timeout, or its queue was "
+    "deleted, or moves to another node"
+)
+CANCELLATIONS = (_CANCELLED, _CANCELLED_OR_LATE)
+_WITH_ACQUIRED = (4, 3)  # RabbitMQ, from which on it writes `x-acquired-count`, over whatever a publisher wrote there
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +57,9 @@ class Channel(Protocol):
     def ended(self) -> asyncio.Future[Ended]:
         """Done when the channel is gone."""
         ...
+
+    @property
+    def server_version(self) -> tuple[int, ...] | None: ...
 
     async def publish(self, batch: Sequence[Outgoing], within: float) -> list[BrokerAnswer]:
         """Write a batch and wait for an answer to each message. Where none came the channel has ended, by then at last.
@@ -116,3 +126,17 @@ class BrokerConnection(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+def cancelled(server_version: tuple[int, ...] | None) -> str:
+    """Why a broker of this version cancels a consumer."""
+    return _CANCELLED_OR_LATE if _is_at_least(_WITH_TIMEOUT, server_version) else _CANCELLED
+
+
+def counts_acquired(server_version: tuple[int, ...] | None) -> bool:
+    """Whether a broker of this version counts in `x-acquired-count` how often a message was delivered."""
+    return _is_at_least(_WITH_ACQUIRED, server_version)
+
+
+def _is_at_least(least: tuple[int, ...], server_version: tuple[int, ...] | None) -> bool:
+    return server_version is not None and server_version >= least

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outbox.core.listener import Listener
+from outbox.transports.rabbitmq.lost_runs import LostRuns
 from outbox.transports.rabbitmq.poison import PoisonSuspects
 from outbox.transports.rabbitmq.prefetching import ConsumerPrefetch
 from outbox.transports.rabbitmq.republishing import Republisher
@@ -19,4 +20,5 @@ class ConsumedQueue:
     largest_body: int  # bytes
     republisher: Republisher
     suspects: PoisonSuspects
+    lost_runs: LostRuns
     prefetch: ConsumerPrefetch

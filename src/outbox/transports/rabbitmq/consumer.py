@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -24,11 +24,12 @@ from outbox.core.message import LARGEST_BODY
 from outbox.core.outage import TRANSPORT, Outage
 from outbox.core.settlement import Settlement
 from outbox.core.transport import Consumer
-from outbox.transports.rabbitmq.channel import CANCELLED, BrokerConnection, Channel, Incoming, Lost
+from outbox.transports.rabbitmq.channel import CANCELLATIONS, BrokerConnection, Channel, Incoming, Lost
 from outbox.transports.rabbitmq.connection import SupervisedConnection
 from outbox.transports.rabbitmq.consumed_queue import ConsumedQueue
-from outbox.transports.rabbitmq.delivery import RabbitmqDelivery
+from outbox.transports.rabbitmq.delivery import Holder, RabbitmqDelivery
 from outbox.transports.rabbitmq.isolation_queue import IsolationQueue
+from outbox.transports.rabbitmq.lost_runs import LostRuns
 from outbox.transports.rabbitmq.poison import PoisonSuspects
 from outbox.transports.rabbitmq.prefetching import ConsumerPrefetch
 from outbox.transports.rabbitmq.republishing import Republisher
@@ -53,6 +54,7 @@ class RabbitmqConsumer(Consumer):
         supervised: SupervisedConnection,
         republisher: Republisher,
         suspects: PoisonSuspects,
+        lost_runs: LostRuns,
         declare: Callable[[], Awaitable[None]],
         observe: Observer,
         all_unacknowledged: set[Unacknowledged],
@@ -62,7 +64,7 @@ class RabbitmqConsumer(Consumer):
         most = min(prefetch, MOST_PREFETCH)
         # What waits for its lane is in hand too: with little in hand, one lane would keep all others from coming.
         self._prefetch = ConsumerPrefetch(listener.appetite if listener.lane is None else most, most, time.monotonic())
-        self._consumed = ConsumedQueue(queue, listener, largest_body, republisher, suspects, self._prefetch)
+        self._consumed = ConsumedQueue(queue, listener, largest_body, republisher, suspects, lost_runs, self._prefetch)
         self._supervised = supervised
         self._declare = declare
         self._observe = observe
@@ -144,14 +146,21 @@ class RabbitmqConsumer(Consumer):
     async def isolation_queue_name(self) -> str | None:
         return await self._isolation_queue.name()
 
-    def lost(self, unacknowledged: Unacknowledged) -> None:
-        """What came by this channel comes again by another."""
-        self._ready = deque(delivery for delivery in self._ready if delivery.holder is not unacknowledged)
-        self._all_unacknowledged.discard(unacknowledged)
-        if self._current is unacknowledged:
+    def lost(self, holder: Holder, handed_on: Iterable[RabbitmqDelivery]) -> None:
+        """What came by this channel comes again by another. Whoever has taken some of it is told."""
+        not_taken = {delivery for delivery in self._ready if delivery.holder is holder}
+        self._ready = deque(delivery for delivery in self._ready if delivery.holder is not holder)
+        if isinstance(holder, Unacknowledged):
+            self._all_unacknowledged.discard(holder)
+        if self._current is holder:
             self._current = None
-        if self._isolated is unacknowledged:
+        if self._isolated is holder:
             self._isolated = None
+        if self.on_lost is not None:
+            for delivery in handed_on:
+                if delivery not in not_taken:
+                    self._consumed.lost_runs.add(delivery)
+            self.on_lost()
 
     def _isolated_reader(self, channel: Channel, name: str) -> Callable[[Incoming], object]:
         unacknowledged = self._isolated = Unacknowledged(channel, self._consumed, self, name)
@@ -185,7 +194,7 @@ class RabbitmqConsumer(Consumer):
         if self._connection is None or self._connection.ended.done():
             return False
         if isinstance(error, Lost):
-            return error.ended.code in _OF_A_CHANNEL or error.ended.text == CANCELLED
+            return error.ended.code in _OF_A_CHANNEL or error.ended.text in CANCELLATIONS
         return isinstance(error, ConfigurationError)
 
     async def _consume(self, pace: Backoff) -> Exception:

@@ -231,10 +231,16 @@ class Declaring:
             ) from None
 
     async def _found(self, find: Callable[[AbstractChannel], Awaitable[object]]) -> bool:
+        """Whether it is there, as far as this user is told.
+
+        RabbitMQ from 4.3 on tells only those who have some right on the name, and a worker needs none on some of them.
+        """
         try:
             await self.asking.ask(find)
         except ChannelNotFoundEntity:
             return False
+        except ChannelAccessRefused:
+            pass
         return True
 
     async def declare_exchange(self, exchange: Exchange) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from typing import Protocol
 
@@ -10,7 +11,7 @@ from aiormq.abc import DeliveredMessage
 from pamqp import commands
 from pamqp.header import ContentHeader
 
-from outbox.core.attempt import Attempt, Outcome
+from outbox.core.attempt import Attempt, Dead, Outcome
 from outbox.core.errors import Undecodable
 from outbox.core.message import BYTES, Message
 from outbox.core.settlement import Settlement
@@ -41,10 +42,32 @@ class Holder(Protocol):
         ...
 
 
+class DeliveryReceiver(Protocol):
+    """Who gets what a channel delivered."""
+
+    def ready(self, delivery: RabbitmqDelivery) -> None: ...
+
+    def refused(self, attempt: Attempt, dead: Dead, settlement: Settlement | None = None) -> None:
+        """Tell of a message that no listener was called for."""
+        ...
+
+    def when_prepared(self, line_up: Callable[[], None]) -> None:
+        """Have the queue for isolated runs ready, and then a suspected message wait for its turn."""
+        ...
+
+    async def isolation_queue_name(self) -> str | None: ...
+
+    def lost(self, holder: Holder, handed_on: Iterable[RabbitmqDelivery]) -> None:
+        """What came by this channel comes again by another; of these it was not said yet how they ended."""
+        ...
+
+
 class RabbitmqDelivery(Delivery):
     """An attempt that a channel holds."""
 
-    __slots__ = ("envelope", "holder", "incoming", "is_settled")
+    __slots__ = ("envelope", "holder", "incoming", "is_lost", "is_settled")
+
+    is_lost: bool
 
     def __init__(self, attempt: Attempt, envelope: Envelope, incoming: Incoming, holder: Holder) -> None:
         self.attempt = attempt
@@ -52,6 +75,7 @@ class RabbitmqDelivery(Delivery):
         self.incoming = incoming
         self.holder = holder
         self.is_settled = False
+        self.is_lost = False  # with its channel
 
     @property
     def raw(self) -> aio_pika.IncomingMessage:

@@ -70,9 +70,10 @@ async def examine(
         advice = "see that it runs, and that the user may use the virtual host"
         return Examined([Finding(Level.ERROR, "broker", what, advice)], reached=False)
     asking = ReopeningChannel(connection.channel)
+    findings: list[Finding] = []
     try:
         version = str(connection.server_properties.get("version", ""))
-        findings = [Finding(Level.OK, "broker", f"RabbitMQ {version} at {_place(url)}")]
+        findings.append(Finding(Level.OK, "broker", f"RabbitMQ {version} at {_place(url)}"))
         try:
             seen = await see(management_url, url)
         except ManagementAway as away:
@@ -97,6 +98,9 @@ async def examine(
             findings += _bindings(comparison, seen)
             findings += await _orphans(asking, Topology.of(names, listeners, delays, steps=True), seen)
         return Examined(findings, queues=queues)
+    except (AMQPError, OSError, TimeoutError) as error:
+        what = f"went away while it was looked at: {_words(error)}"
+        return Examined([*findings, Finding(Level.ERROR, "broker", what, "run doctor again")], reached=False)
     finally:
         await connection.close()
 
@@ -124,6 +128,7 @@ class _Comparison:
     missing: list[tuple[str, str]] = field(default_factory=list)  # ("queue", its name)
     mismatches: list[Mismatch] = field(default_factory=list)
     compared: bool = True  # otherwise this user may not know arguments
+    untold: list[tuple[str, str]] = field(default_factory=list)  # whether these are there, this user may not know
     found: dict[str, Counts] = field(default_factory=dict)  # by queue
 
 
@@ -131,7 +136,12 @@ async def _compare(asking: ReopeningChannel, needed: Topology, seen: Seen | None
     comparison = _Comparison(needed)
     declaring = Declaring(asking)
     for exchange in (*needed.exchanges, *((needed.marker,) if needed.marker else ())):
-        if not await _exists(asking, exchange.name):
+        exists = await _exists(asking, exchange.name)
+        if exists is None and seen is not None:
+            exists = exchange.name in seen.exchanges
+        if exists is None:
+            comparison.untold.append(("exchange", exchange.name))
+        elif not exists:
             comparison.missing.append(("exchange", exchange.name))
         elif seen is not None and exchange.name in seen.exchanges:
             comparison.mismatches += compare_exchange(exchange, seen.exchanges[exchange.name])
@@ -142,21 +152,28 @@ async def _compare(asking: ReopeningChannel, needed: Topology, seen: Seen | None
         if counts is None:
             comparison.missing.append(("queue", queue.name))
             continue
+        there = None if seen is None else seen.queues.get(queue.name)
+        if counts.consumers is None and there is None:
+            comparison.untold.append(("queue", queue.name))
+        elif counts.consumers is None and there is not None:
+            counts = there.counts or counts
         comparison.found[queue.name] = counts
-        if seen is not None and queue.name in seen.queues:
-            there = seen.queues[queue.name]
-            comparison.mismatches += compare_queue(queue, there.arguments, durable=there.durable)
+        if there is not None:
+            comparison.mismatches += compare_queue(queue, there.arguments, durable=there.durable, policy=there.policy)
         elif comparison.compared:
             comparison.compared = await _tried(declaring.declare_queue(queue))
     comparison.mismatches += [*declaring.wrong, *declaring.weaker]
     return comparison
 
 
-async def _exists(asking: ReopeningChannel, exchange: str) -> bool:
+async def _exists(asking: ReopeningChannel, exchange: str) -> bool | None:
+    """None: this user may not know. RabbitMQ from 4.3 on tells only those who have some right on the name."""
     try:
         await asking.ask(lambda channel: channel.exchange_declare(exchange, passive=True))
     except ChannelNotFoundEntity:
         return False
+    except ChannelAccessRefused:
+        return None
     return True
 
 
@@ -182,7 +199,8 @@ def _exchanges(comparison: _Comparison) -> Iterator[Finding]:
     wrong = [mismatch for mismatch in comparison.mismatches if mismatch.what == "exchange"]
     yield from map(_told, wrong)
     if not missing and not wrong:
-        yield Finding(Level.OK, "exchanges", f"{len(comparison.needed.exchanges) + 1}, as the listeners need them")
+        what = f"{len(comparison.needed.exchanges) + 1}, as the listeners need them{_untold(comparison, 'exchange')}"
+        yield Finding(Level.OK, "exchanges", what)
 
 
 def _queues(comparison: _Comparison) -> Iterator[Finding]:
@@ -195,11 +213,21 @@ def _queues(comparison: _Comparison) -> Iterator[Finding]:
     yield from map(_told, differing)
     if not missing and not differing:
         arguments = "" if comparison.compared else "; this user may not see their arguments"
+        arguments += _untold(comparison, "queue")
         yield Finding(Level.OK, "queues", f"{len(comparison.found)}, as the listeners need them{arguments}")
+
+
+def _untold(comparison: _Comparison, what: str) -> str:
+    names = [name for kind, name in comparison.untold if kind == what]
+    return f"; this user may not see whether there is {', '.join(map(repr, names))}" if names else ""
 
 
 def _told(mismatch: Mismatch) -> Finding:
     level = Level.ERROR if mismatch.weight is Severity.WRONG else Level.WARNING
+    mending = mismatch.way_out_beside_messages
+    if mending is not None:
+        advice = f"unless a policy says so already, while it is in use: {mending}"
+        return Finding(level, f"{mismatch.what}s", f"{mismatch}: {mismatch.consequence}", advice)
     advice = f"when it is empty and nobody uses it, delete it and start a worker: {mismatch.way_out}"
     return Finding(level, f"{mismatch.what}s", str(mismatch), advice)
 
@@ -228,7 +256,11 @@ def _stale(binding: QueueBinding) -> Finding:
 
 
 def _consumers(comparison: _Comparison) -> Iterator[Finding]:
-    found = {queue: comparison.found[queue] for queue in comparison.needed.consumed if queue in comparison.found}
+    found = {
+        queue: counts
+        for queue in comparison.needed.consumed
+        if (counts := comparison.found.get(queue)) is not None and counts.consumers is not None
+    }
     yield from _idle({queue: counts for queue, counts in found.items() if counts.consumers == 0}, len(found))
 
 
@@ -253,7 +285,8 @@ async def _orphans(asking: ReopeningChannel, known: Topology, seen: Seen) -> Ite
     names = known.names
     bound = {each.queue for each in seen.bindings if names.owns(each.exchange)}
     strangers = sorted(bound - {queue.name for queue in known.queues})
-    counts = {queue: found for queue in strangers if (found := await count(asking, queue)) is not None}
+    counted = {queue: await count(asking, queue, seen) for queue in strangers}
+    counts = {queue: found for queue, found in counted.items() if found is not None and found.consumers is not None}
     served = {queue for queue, found in counts.items() if found.consumers}
     # Dead letters belong to whoever is served, and delays are shared: others who are served may use them.
     orphans = [

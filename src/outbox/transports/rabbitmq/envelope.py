@@ -66,7 +66,9 @@ _OF_THIS_COPY = (ON_TRIAL, QUEUE, REASON, ERROR, DIED_AT)
 _OF_THIS_LIFE = (*_OF_THIS_COPY, ATTEMPT, CRASHES, EXPIRES_AT)
 # What a message says of its own past. It is believed only where this library wrote it: see `Envelope.of`.
 _PRIVATE = frozenset((*_OF_THIS_COPY, ROUTING_KEY, ALSO_ROUTING_KEY, ATTEMPT, CRASHES, HISTORY))
-_COUNTS = frozenset(("x-delivery-count", "x-acquired-count"))  # by version
+_DELIVERED, _ACQUIRED = "x-delivery-count", "x-acquired-count"
+_COUNTS = frozenset((_DELIVERED, _ACQUIRED))
+_NEW_COUNTS = frozenset((_ACQUIRED,))  # written by the broker from RabbitMQ 4.3 on, by others before
 
 
 # A user id must be that of the connection, and a time to live would cut a delay short: neither is carried on.
@@ -95,12 +97,12 @@ class Envelope:
             raise Undecodable(f"its AMQP properties cannot be read: {cause}") from cause
 
     @classmethod
-    def of(cls, incoming: Incoming, *, is_ours: bool = False) -> Envelope:
+    def of(cls, incoming: Incoming, *, is_ours: bool = False, counts_acquired: bool = False) -> Envelope:
         """A delivery's; raises Undecodable.
 
         Copies of ours come by the default exchange, from the delay queues by the same one, and from a trial queue of
         this process. What came by another exchange is new, whatever its publisher wrote about its past; so is what the
-        broker delivers for the first time.
+        broker delivers for the first time. `counts_acquired` says whether the broker writes that count.
         """
         envelope = cls.read(incoming.properties)
         if not envelope.is_fresh:
@@ -108,6 +110,8 @@ class Envelope:
                 envelope.forget(_PRIVATE)
             if not incoming.redelivered:
                 envelope.forget(_COUNTS)
+            elif not counts_acquired:
+                envelope.forget(_NEW_COUNTS)
         return envelope
 
     def forget(self, names: frozenset[str]) -> None:
@@ -159,8 +163,23 @@ class Envelope:
 
     @property
     def returned(self) -> int:
-        """How often the broker got it back without an end: a worker died, lost its connection, or gave it back."""
-        return min(MOST_COUNTED, max(0, *map(self._returned, _COUNTS))) if self.headers.keys() & _COUNTS else 0
+        """How often the broker got it back without an end: a worker died, lost its connection, or gave it back.
+
+        From RabbitMQ 4.3 on what was given back raises the acquired count alone, and the other one may be what its
+        publisher wrote, or come from another queue: the smaller one counts.
+        """
+        if not self.headers.keys() & _COUNTS:
+            return 0
+        count = self._returned(_DELIVERED)
+        if _ACQUIRED in self.headers:
+            count = min(count, self._returned(_ACQUIRED))
+        return min(MOST_COUNTED, max(0, count))
+
+    @property
+    def returned_at_most(self) -> int:
+        """The larger of both: what a broker that limits deliveries may have counted, in whatever queues."""
+        counts = self.headers.keys() & _COUNTS
+        return min(MOST_COUNTED, max(0, *map(self._returned, _COUNTS))) if counts else 0
 
     def text(self, name: str) -> str | None:
         """A property that is a short string. What is no UTF-8 is escaped, so that two of them stay two."""

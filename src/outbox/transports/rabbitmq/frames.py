@@ -21,7 +21,7 @@ from aiormq.connection import TransportFactory
 from pamqp import base, commands, frame
 from yarl import URL
 
-from outbox.transports.rabbitmq.channel import CANCELLED, Ended, Incoming, Lost
+from outbox.transports.rabbitmq.channel import Ended, Incoming, Lost, cancelled
 from outbox.transports.rabbitmq.confirms import BrokerAnswer, Confirms, Outgoing
 from outbox.transports.rabbitmq.envelope import Envelope
 
@@ -259,6 +259,7 @@ class FrameChannel:
 
     def __init__(self, connection: FrameConnection, number: int) -> None:
         self._connection = connection
+        self.server_version = connection.server_version
         self._number = number
         self.ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
         self._confirms = Confirms()
@@ -435,7 +436,7 @@ class FrameChannel:
             self._connection.forget(self._number)
             self.end(Ended(close.reply_text or "closed by the broker", close.reply_code))
         elif index == _CANCEL:
-            self.retire(CANCELLED)
+            self.retire(cancelled(self.server_version))
         elif index == _CLOSE_OK and self.ended.done():
             self._connection.forget(self._number)
         elif self._reply is not None and not self._reply.done():

@@ -8,13 +8,14 @@ import json
 import ssl
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
 from yarl import URL
 
+from outbox.core.binding import Binding
 from outbox.core.errors import ConfigurationError
 from outbox.core.urls import check_credentials
 from outbox.transports.rabbitmq.topology import Names, QueueBinding
@@ -49,6 +50,7 @@ class SeenQueue:
     arguments: Mapping[str, object]
     durable: bool
     counts: Counts | None = None  # up to some seconds old; none: the interface has none yet
+    policy: Mapping[str, object] = field(default_factory=dict)  # what applies to it by one
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,7 @@ async def see(management_url: str, broker_url: str, *, within: float = MANAGEMEN
     exchanges, queues, bindings = [await ask(kind) for kind in ("exchanges", "queues", "bindings")]
     return Seen(
         {each["name"]: each["type"] for each in exchanges},
-        {each["name"]: SeenQueue(each["arguments"], each["durable"], _counts(each)) for each in queues},
+        {each["name"]: _queue(each) for each in queues},
         frozenset(
             QueueBinding(each["source"], each["destination"], each["routing_key"])
             for each in bindings
@@ -101,6 +103,26 @@ async def bindings_of(
         for each in await ask("queues", queue, "bindings")
         if each["source"]
     ]
+
+
+async def bindings_of_listeners(
+    names: Names, queues: Collection[str], management_url: str, broker_url: str, *, within: float
+) -> list[Binding]:
+    """What these listeners' queues are bound to, as they call them; ConfigurationError says why it is not told."""
+    if not broker_url:
+        raise ConfigurationError(
+            "the connection to RabbitMQ that was given does not tell its URL, so the management interface cannot "
+            "be asked what queues are bound to: set rabbitmq_url instead of rmq_connection"
+        )
+    listeners = {names.queue(queue): queue for queue in queues}
+    try:
+        found = await bindings_of(listeners, management_url, broker_url, within=within)
+    except ManagementAway as error:
+        raise ConfigurationError(
+            f"RabbitMQ's management interface does not tell what queues are bound to ({error}): set "
+            "rabbitmq_management_url"
+        ) from None
+    return [Binding(listeners[each.queue], each.routing_key) for each in found if each.exchange == names.exchange]
 
 
 async def dead_letter_queues(management_url: str, broker_url: str, names: Names) -> list[str]:
@@ -128,6 +150,11 @@ def _asking(management_url: str, broker_url: str, within: float) -> Callable[...
         return await asyncio.to_thread(_ask, address, path, user, authority, within)
 
     return ask
+
+
+def _queue(queue: Mapping[str, Any]) -> SeenQueue:
+    policy = queue.get("effective_policy_definition") or {}  # a list where there is none, by version
+    return SeenQueue(queue["arguments"], queue["durable"], _counts(queue), policy)
 
 
 def _counts(queue: Mapping[str, Any]) -> Counts | None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol, assert_never
+from typing import Any, assert_never
 
 from outbox.core.attempt import Attempt, Dead, Done, Outcome, Reason, Released, RetryIn
 from outbox.core.durations import NO_DELAY
@@ -16,10 +16,10 @@ from outbox.core.errors import Undecodable
 from outbox.core.message import Message
 from outbox.core.settlement import Settlement
 from outbox.transports.rabbitmq.acknowledging import AcknowledgementWriter
-from outbox.transports.rabbitmq.channel import Channel, Incoming, Lost
+from outbox.transports.rabbitmq.channel import Channel, Incoming, Lost, counts_acquired
 from outbox.transports.rabbitmq.consumed_queue import ConsumedQueue
 from outbox.transports.rabbitmq.copies import after_failure, of_dead_letter
-from outbox.transports.rabbitmq.delivery import RabbitmqDelivery, unread
+from outbox.transports.rabbitmq.delivery import DeliveryReceiver, RabbitmqDelivery, unread
 from outbox.transports.rabbitmq.envelope import Envelope
 from outbox.transports.rabbitmq.headers import CRASHES, ON_TRIAL, too_large
 from outbox.transports.rabbitmq.isolation_queue import ISOLATED_WITHIN
@@ -30,26 +30,6 @@ COPIES_WITHIN = 5.0  # seconds that closing waits for copies to be confirmed, an
 MOST_UNDER_WAY = 16  # a channel of RabbitMQ hands 32 words on to its queue before it waits for the queue to answer
 ON_ITS_WAY = 0.05  # seconds in which everything comes that the broker has sent
 ALONE_AFTER = 0.05  # seconds in which other suspects of the same moment go out of the way
-
-
-class DeliveryReceiver(Protocol):
-    """Who gets what a channel delivered."""
-
-    def ready(self, delivery: RabbitmqDelivery) -> None: ...
-
-    def refused(self, attempt: Attempt, dead: Dead, settlement: Settlement | None = None) -> None:
-        """Tell of a message that no listener was called for."""
-        ...
-
-    def when_prepared(self, line_up: Callable[[], None]) -> None:
-        """Have the queue for isolated runs ready, and then a suspected message wait for its turn."""
-        ...
-
-    async def isolation_queue_name(self) -> str | None: ...
-
-    def lost(self, unacknowledged: Unacknowledged) -> None:
-        """What came by this channel comes again by another."""
-        ...
 
 
 class Unacknowledged:
@@ -63,6 +43,8 @@ class Unacknowledged:
         self._receiver = receiver
         self._consumed = consumed
         self._suspects = consumed.suspects
+        self._lost_runs = consumed.lost_runs
+        self._counts_acquired = counts_acquired(channel.server_version)
         self.queue = consumed.name
         self._acknowledging = AcknowledgementWriter(channel, consumed.prefetch)
         self._open: dict[int, RabbitmqDelivery] = {}
@@ -86,7 +68,8 @@ class Unacknowledged:
 
     def _take(self, incoming: Incoming) -> None:
         """Raises Undecodable if only the broker can carry it to the dead letters."""
-        envelope = Envelope.of(incoming, is_ours=self.isolation_queue is not None)
+        is_ours = self.isolation_queue is not None
+        envelope = Envelope.of(incoming, is_ours=is_ours, counts_acquired=self._counts_acquired)
         largest = self._consumed.largest_body
         if len(incoming.body) > largest:
             error = Undecodable(too_large(incoming.body, largest))
@@ -106,7 +89,10 @@ class Unacknowledged:
             return
         delivery = self._open[incoming.tag] = RabbitmqDelivery(attempt, envelope, incoming, self)
         if verdict is Verdict.TRUSTED or verdict is Verdict.DEAD:
-            self._receiver.ready(delivery)
+            if self._lost_runs.by_key and delivery.key in self._lost_runs.by_key:
+                self._withhold(delivery, self._after_its_first_run)
+            else:
+                self._receiver.ready(delivery)
         elif verdict is Verdict.SUSPECT:
             self._suspected.add(incoming.tag)
             self._consumed.prefetch.waiting(len(self._suspected))
@@ -116,9 +102,15 @@ class Unacknowledged:
             if not self._suspects.arrived(delivery.key, delivery):
                 self._start(self._try_alone(delivery), Settlement())
         else:
-            delivery.is_settled = True
-            settlement = Settlement()
-            self._start(self._step_aside(delivery, settlement), settlement)
+            self._withhold(delivery, self._step_aside)
+
+    def _withhold(
+        self, delivery: RabbitmqDelivery, ending: Callable[[RabbitmqDelivery, Settlement], Coroutine[Any, Any, None]]
+    ) -> None:
+        """Keep it from its listener."""
+        delivery.is_settled = True
+        settlement = Settlement()
+        self._start(ending(delivery, settlement), settlement)
 
     def _refuse(self, incoming: Incoming, envelope: Envelope, error: Undecodable) -> None:
         """Dead-letter what can be carried and not be read."""
@@ -130,6 +122,7 @@ class Unacknowledged:
         tag = delivery.incoming.tag
         if self._channel.ended.done():
             self._suspects.end(delivery.key)
+            self._lost_runs.end(delivery)
             settlement.set_result(False)
             return
         if delivery.attempt.isolated:
@@ -262,6 +255,15 @@ class Unacknowledged:
         with suppress(Lost, TimeoutError):
             await self._channel.heard()
 
+    async def _after_its_first_run(self, delivery: RabbitmqDelivery, settlement: Settlement) -> None:
+        """Have it ready when the run that lost its channel has ended; behind a delay, if that goes on."""
+        delay = await self._lost_runs.wait(delivery.key, self._closing)
+        if delay is None:
+            delivery.is_settled = False
+            self._receiver.ready(delivery)
+        else:
+            await self._give_back_later(delivery, settlement, delay)
+
     async def _try_alone(self, delivery: RabbitmqDelivery) -> None:
         """Have it ready when all other suspects are back at the broker."""
         await asyncio.sleep(ALONE_AFTER)
@@ -319,9 +321,8 @@ class Unacknowledged:
             Reason.UNDECODABLE, "neither a copy of its headers nor its x-death can be carried: they are left out"
         )
         headers = of_dead_letter(attempt, bare, self.queue, dead)
-        if await self._consumed.republisher.to_dead_letters(
-            RepublishedMessage(self.queue, attempt.message, bare, headers)
-        ):
+        copy = RepublishedMessage(self.queue, attempt.message, bare, headers)
+        if await self._consumed.republisher.to_dead_letters(copy):
             self._done(tag, settlement)
         else:
             settlement.set_result(False)  # it stays in the queue, unacknowledged
@@ -384,6 +385,7 @@ class Unacknowledged:
         lost, self._open = self._open, {}  # before any of them has its turn
         clear = self._suspects.clear if self.isolation_queue is None else self._suspects.clear_isolated
         for delivery in lost.values():
+            delivery.is_lost = True
             clear(delivery.envelope, delivery.key)
             self._suspects.end(delivery.key)
         for settlement in self._acknowledging.abandon():
@@ -391,4 +393,5 @@ class Unacknowledged:
         for task, settlement in self._tasks.items():
             settlement.set_result(False)
             task.cancel()
-        self._receiver.lost(self)
+        handed_on = (each for tag, each in lost.items() if not each.is_settled and tag not in self._suspected)
+        self._receiver.lost(self, handed_on)

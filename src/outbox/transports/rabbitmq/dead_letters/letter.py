@@ -114,7 +114,8 @@ def read(queue: str, home: str, incoming: Incoming, largest_body: int) -> Letter
 
 def _letter(queue: str, home: str, incoming: Incoming, envelope: Envelope, largest_body: int) -> Letter:
     envelope = _with_id(envelope, incoming.body)
-    returned = max(envelope.returned, int(incoming.redelivered))
+    # From RabbitMQ 4.3 on one count goes on in the next queue, and it is that one which is limited.
+    returned = max(envelope.returned_at_most, int(incoming.redelivered))
     death: Mapping[str, Any] = {}
     try:
         death = _death(envelope, home)
