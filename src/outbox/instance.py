@@ -16,9 +16,8 @@ from outbox.core.dead_letter import DeadLetters
 from outbox.core.durations import Seconds
 from outbox.core.forks import forget_after_fork
 from outbox.core.listener import Listener, check_listeners
-from outbox.core.message import Message
+from outbox.core.message import Message, get_tracking_ids, tracking
 from outbox.core.store import Backlog, Difference, Store, StoredMessage
-from outbox.core.tracking import get_tracking_ids, tracking
 from outbox.core.transport import Transport
 from outbox.core.webhooks import AnySecrets
 from outbox.emitting import Emitting

@@ -12,13 +12,12 @@ from functools import partial
 from typing import Any, Protocol
 
 from outbox.core.attempt import Released
-from outbox.core.backoff import ErrorBackoff, RestartDelay
-from outbox.core.cancellation import ABANDONED
+from outbox.core.backoff import DATABASE, ErrorBackoff, Outage, RestartDelay
 from outbox.core.durations import NO_DELAY
 from outbox.core.errors import ClosedForGood
 from outbox.core.events import Observer, StillRunning, Troubled
 from outbox.core.listener import Listener
-from outbox.core.outage import DATABASE, Outage
+from outbox.core.loops import ABANDONED
 from outbox.core.transport import Consumer, Delivery
 from outbox.inbound.batches import Batches
 from outbox.inbound.concurrency import Slots, Start, slots_for

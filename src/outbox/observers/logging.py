@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any, get_args
 
 from outbox.core.attempt import Attempt, Dead, Done, Reason, Released, RetryIn
+from outbox.core.backoff import DATABASE, TRANSPORT
 from outbox.core.durations import in_words
 from outbox.core.errors import described
 from outbox.core.events import (
@@ -37,7 +38,6 @@ from outbox.core.events import (
     Unsettled,
 )
 from outbox.core.message import Message
-from outbox.core.outage import DATABASE, TRANSPORT
 from outbox.core.printing import printable
 from outbox.observers.outages import Outages, missing
 

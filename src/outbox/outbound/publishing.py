@@ -8,10 +8,10 @@ from contextlib import AbstractAsyncContextManager, suppress
 from datetime import timedelta
 
 from outbox.core.attempt import Attempt, Dead, Outcome, Reason, Released, RetryIn
-from outbox.core.cancellation import cancelled_from_outside
 from outbox.core.durations import NO_DELAY
 from outbox.core.errors import TransportUnavailable
 from outbox.core.events import LeaseWasLost, Observer, Relayed
+from outbox.core.loops import cancelled_from_outside
 from outbox.core.retry import RetryPolicy
 from outbox.core.store import Claim, Feed, Selection
 from outbox.core.transport import Published, Refusal, Transport

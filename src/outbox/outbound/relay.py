@@ -8,10 +8,9 @@ from contextlib import nullcontext
 from datetime import timedelta
 from typing import Protocol
 
-from outbox.core.backoff import Backoff, ErrorBackoff, RestartDelay
+from outbox.core.backoff import DATABASE, TRANSPORT, Backoff, ErrorBackoff, Outage, RestartDelay
 from outbox.core.errors import ClosedForGood, TransportUnavailable
 from outbox.core.events import Observer, Troubled
-from outbox.core.outage import DATABASE, TRANSPORT, Outage
 from outbox.outbound.rounds import Rounds
 
 SHORTEST_TROUBLE, LONGEST_TROUBLE = 0.2, 30.0  # seconds of pause after an error, doubling

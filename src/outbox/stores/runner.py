@@ -9,7 +9,7 @@ from typing import Any, ClassVar, TypeVar
 
 from sqlalchemy import Connection, Executable
 
-from outbox.core.finish import finish
+from outbox.core.loops import finish
 from outbox.stores.dialect import SqlDialect
 from outbox.stores.tables import Tables
 

@@ -8,9 +8,8 @@ from typing import Any
 
 from sqlalchemy import Connection
 
-from outbox.core.driver_use import ENDED_ON_DRIVER, watched_driver
 from outbox.core.errors import TransactionError, causes
-from outbox.core.transaction_state import TransactionState
+from outbox.core.transaction_state import ENDED_ON_DRIVER, TransactionState, watched_driver
 from outbox.stores.dialect import SqlDialect
 from outbox.stores.failures import failure_in, nothing_is_kept
 from outbox.stores.runner import Runner

@@ -12,9 +12,9 @@ from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session
 from sqlalchemy.orm import Session, scoped_session
 
 from outbox.core.callables import is_async
-from outbox.core.cancellation import cancelled_from_outside
 from outbox.core.errors import TransactionError
 from outbox.core.events import HookFailed, Observer
+from outbox.core.loops import cancelled_from_outside
 from outbox.outbound.after_commit.session_commits import commits_of, guard, waiting_in
 from outbox.outbound.after_commit.waiting import Aborted
 

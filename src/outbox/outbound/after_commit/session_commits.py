@@ -7,9 +7,8 @@ import warnings
 from sqlalchemy import Connection, event
 from sqlalchemy.orm import Session, SessionTransaction
 
-from outbox.core.driver_use import watch_driver
 from outbox.core.errors import NotAtomicWarning, TransactionError
-from outbox.core.one_connection import connections_of
+from outbox.core.transaction_state import connections_of, watch_driver
 from outbox.outbound.after_commit.connection_commits import commits_on, waiting_on
 from outbox.outbound.after_commit.waiting import Aborted, Action, Hook, Waiting
 

@@ -17,9 +17,8 @@ from sqlalchemy.util import greenlet_spawn
 
 from outbox.core.errors import NotAtomicWarning
 from outbox.core.message import Message, Schedule
-from outbox.core.one_connection import tied
 from outbox.core.store import Rows, Store
-from outbox.core.transaction_state import TransactionState
+from outbox.core.transaction_state import TransactionState, tied
 from outbox.outbound.after_commit.session_commits import after_commit, guard
 
 Result = TypeVar("Result")

@@ -37,10 +37,9 @@ from sqlalchemy.dialects.postgresql import insert as postgresql_insert
 from sqlalchemy.types import TypeEngine
 
 from outbox.core.diagnosis import Finding
-from outbox.core.driver_use import query_counter
 from outbox.core.durations import LATEST, OLDEST
 from outbox.core.store import Difference
-from outbox.core.transaction_state import TransactionState
+from outbox.core.transaction_state import TransactionState, query_counter
 from outbox.stores.dialect import SqlDialect
 from outbox.stores.postgresql import examination, state
 from outbox.stores.postgresql.pgbouncer import unprepared

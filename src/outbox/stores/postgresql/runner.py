@@ -10,8 +10,7 @@ from sqlalchemy import Connection, Executable
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from outbox.core.errors import ConfigurationError
-from outbox.core.finish import finish
-from outbox.core.loops import LoopLocal
+from outbox.core.loops import LoopLocal, finish
 from outbox.stores.dialect import SqlDialect
 from outbox.stores.postgresql import notifying_thread
 from outbox.stores.postgresql.connection import fetched

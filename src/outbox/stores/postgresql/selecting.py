@@ -28,8 +28,8 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects.postgresql import JSONB, REGCLASS
 
-from outbox.core.finish import finish
 from outbox.core.kept_property import kept_property
+from outbox.core.loops import finish
 from outbox.core.store import Selection, Suspected
 from outbox.stores.bindings import locked_version
 from outbox.stores.dialect import SqlDialect

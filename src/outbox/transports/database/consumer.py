@@ -9,11 +9,9 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 from outbox.core.attempt import Attempt, Released
-from outbox.core.backoff import Backoff
+from outbox.core.backoff import DATABASE, Backoff, Outage, Prefetch
 from outbox.core.events import Observer
 from outbox.core.listener import Listener
-from outbox.core.outage import DATABASE, Outage
-from outbox.core.prefetch import Prefetch
 from outbox.core.store import Leased, QueueClaim, Selection, Store, Wanted
 from outbox.core.transport import Consumer
 from outbox.transports.database.claims import SHUTDOWN_TIMEOUT, ClaimedBatch, DatabaseDelivery, OpenClaims
