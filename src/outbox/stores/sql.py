@@ -19,15 +19,13 @@ from outbox.stores.dialect import SqlDialect
 from outbox.stores.inbox import SqlInbox
 from outbox.stores.maintenance import SqlMaintenance
 from outbox.stores.owners import SqlOwners
-from outbox.stores.preping import ask_the_doubtful
 from outbox.stores.queries import SqlInspection
 from outbox.stores.queues import SqlQueues
 from outbox.stores.receiving import PlacingStatements, SqlReceiving
 from outbox.stores.routing import SqlRouting
-from outbox.stores.runner import Runner
+from outbox.stores.runner import Runner, ask_the_doubtful, cut_in_children
 from outbox.stores.selecting import SqlSelecting
 from outbox.stores.settling import SqlSettling
-from outbox.stores.sockets import cut_in_children
 from outbox.stores.tables import Tables
 from outbox.stores.transactions import SqlTransactions
 from outbox.stores.wakeup import Wakeup
