@@ -27,8 +27,7 @@ from outbox.inbound.http.options import REQUIRED, HttpAppOptions, Required
 from outbox.inbound.http.request import MODES, Mode
 from outbox.inbound.receiver import Unwanted
 from outbox.lifecycle import Lifecycle
-from outbox.outbound.after_commit.hooks import Callback, HookedSession, add_hook, hooks_of
-from outbox.outbound.after_commit.session_commits import guard
+from outbox.outbound.after_commit import Callback, HookedSession, add_hook, guard, hooks_of
 from outbox.outbound.sessions.lookup import plain_session, transaction_of
 from outbox.outbound.sessions.session_types import AnySession, PlainSession
 from outbox.outbound.transactional import opened, transactional

@@ -20,8 +20,7 @@ from outbox.core.listener import Listener
 from outbox.core.loops import ABANDONED
 from outbox.core.transport import Consumer, Delivery
 from outbox.inbound.batches import Batches
-from outbox.inbound.concurrency import Slots, Start, slots_for
-from outbox.inbound.exclusive import Exclusive
+from outbox.inbound.concurrency import Exclusive, Slots, Start, slots_for
 
 SHORTEST_ERROR_BACKOFF, LONGEST_ERROR_BACKOFF = 0.2, 10.0  # seconds of pause after an error, doubling
 WRITTEN_WITHIN = 5.0  # seconds in which the outcome of an isolated run is written before others go on

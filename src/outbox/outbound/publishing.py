@@ -16,7 +16,7 @@ from outbox.core.retry import RetryPolicy
 from outbox.core.store import Claim, Feed, Selection
 from outbox.core.transport import Published, Refusal, Transport
 from outbox.outbound.circuit import Breaker, Passage
-from outbox.outbound.rounds import Sending
+from outbox.outbound.relay import Sending
 from outbox.outbound.settling import Settling
 
 DEADLINE = 30.0  # seconds after which a publish that has not answered is in doubt

@@ -19,7 +19,7 @@ from outbox.core.errors import NotAtomicWarning
 from outbox.core.message import Message, Schedule
 from outbox.core.store import Rows, Store
 from outbox.core.transaction_state import TransactionState, tied
-from outbox.outbound.after_commit.session_commits import after_commit, guard
+from outbox.outbound.after_commit import after_commit, guard
 
 Result = TypeVar("Result")
 
