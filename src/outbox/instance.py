@@ -28,8 +28,8 @@ from outbox.inbound.http.request import MODES, Mode
 from outbox.inbound.receiver import Unwanted
 from outbox.lifecycle import Lifecycle
 from outbox.outbound.after_commit import Callback, HookedSession, add_hook, guard, hooks_of
-from outbox.outbound.sessions.lookup import plain_session, transaction_of
-from outbox.outbound.sessions.session_types import AnySession, PlainSession
+from outbox.outbound.emitter import awaited, plain_session, transaction_of
+from outbox.outbound.sessions import AnySession, PlainSession
 from outbox.outbound.transactional import opened, transactional
 from outbox.owners import Owners
 from outbox.parts import Parts
@@ -124,7 +124,7 @@ class Outbox(Emitting):
         around = self.transaction() if session is None else nullcontext(session)
         async with around as own:
             transaction = transaction_of(own, awaits=True)
-            return await transaction.run(receiver.receive, transaction, queue, message, unwanted)
+            return await awaited(transaction, receiver.receive, transaction, queue, message, unwanted)
 
     def receive_sync(self, queue: str, message: Message, *, session: PlainSession, unwanted: Unwanted = "dead") -> bool:
         """`receive` for callers without an event loop, in their session's transaction."""

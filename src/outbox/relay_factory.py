@@ -12,8 +12,7 @@ from outbox.core.transport import Takers, Transport
 from outbox.outbound.circuit import Breaker, Circuits
 from outbox.outbound.cleanup import Cleanup
 from outbox.outbound.publishing import Publisher
-from outbox.outbound.relay import Relay, Round, Rounds
-from outbox.outbound.routing import NOBODY, Router
+from outbox.outbound.relay import NOBODY, Relay, Round, Rounds, Router
 from outbox.settings import Settings
 
 CLEAN_UP_EVERY = 10  # poll intervals

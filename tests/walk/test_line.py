@@ -15,10 +15,10 @@ from outbox import Message, Outbox
 from outbox.core.attempt import Done
 from outbox.core.binding import Binding
 from outbox.core.store import Routing, Selection, Wanted
+from outbox.stores.callers import PlacingStatements
 from outbox.stores.postgresql import PostgresqlStore, connection, wakeup
 from outbox.stores.postgresql.connection import DirectConnection, Line
 from outbox.stores.postgresql.wakeup import Notifier
-from outbox.stores.receiving import PlacingStatements
 from outbox.stores.rows import placed_row
 from tests.walk.cutting import connections_taken
 from tests.walk.test_worker import PATIENCE

@@ -7,6 +7,7 @@ connection.
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from enum import Enum, auto
 from functools import partial
@@ -16,7 +17,7 @@ from weakref import WeakKeyDictionary, ref
 from sqlalchemy import Connection, Transaction, TwoPhaseTransaction, event
 from sqlalchemy.orm import Session, SessionTransaction
 
-from outbox.core.errors import TransactionError
+from outbox.core.errors import NotAtomicWarning, TransactionError
 
 
 class TransactionState(Enum):
@@ -28,6 +29,30 @@ class TransactionState(Enum):
     AUTOCOMMIT = auto()  # no transaction is open; the next statement is committed by itself
     RELEASED_BY_SAVEPOINT = auto()  # SQLite: a savepoint is all that is open, and releasing it commits
     UNKNOWN = auto()  # the connection is closed, or its driver does not say
+
+
+_NOT_ATOMIC = {
+    TransactionState.AUTOCOMMIT: "on a connection in AUTOCOMMIT; use one with a transaction",
+    TransactionState.RELEASED_BY_SAVEPOINT: (
+        "in a SQLite transaction that began with a savepoint, whose release commits; call "
+        "outbox.sqlite.prepare(engine) once for your engine"
+    ),
+}
+
+
+def why_not_atomic(state: TransactionState) -> str | None:
+    """Where nothing would be atomic, and what to do; none if a transaction is open or will be."""
+    return _NOT_ATOMIC.get(state)
+
+
+def warn_unless_atomic(where: str | None) -> None:
+    """Say where a message would be stored at once."""
+    if where is not None:
+        warnings.warn(
+            f"emit {where}: the message is stored at once, whatever becomes of your data",
+            NotAtomicWarning,
+            stacklevel=3,
+        )
 
 
 # What PQtransactionStatus() answers, in psycopg and psycopg2.

@@ -1,17 +1,20 @@
-"""Relay: claims due messages from the store and hands them on, in several rounds at once, until it is told to stop."""
+"""Relay: runs rounds until it is told to stop, several at once for a publisher; the router's round gives queues."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from contextlib import nullcontext
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Protocol, Self
 
 from outbox.core.backoff import DATABASE, TRANSPORT, Backoff, ErrorBackoff, Outage, RestartDelay
 from outbox.core.errors import ClosedForGood, TransportUnavailable
-from outbox.core.events import Observer, Troubled
+from outbox.core.events import Observer, Routed, Troubled, Unroutable
+from outbox.core.store import Leased, Routing, Store, Wanted
+from outbox.core.transport import Offer, Takers
 
 SIDE_BY_SIDE = 4  # rounds that are open at once
 STUCK = 0.1  # seconds that a batch which is not full may wait for its answers before the next round begins
@@ -257,3 +260,88 @@ async def unless(stop: asyncio.Event, sleep: Awaitable[None], *events: asyncio.E
     finally:
         for each in waking:
             each.cancel()
+
+
+class Router:
+    """Moves messages from the outbox to the queues whose bindings match, a batch at a time.
+
+    Beside a worker it routes no more than the worker's queues want, and those take it at once. While they want nothing
+    it holds back, because it would only write rows that nobody reads yet: but not for long, others may wait for them.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        takers: Takers,
+        *,
+        batch_size: int,
+        patience: float,
+        unroutable: Mapping[str, str],
+        observe: Observer,
+    ) -> None:
+        self._store = store
+        self._takers = takers
+        self._largest = batch_size
+        self.batch_size = batch_size  # of the last round
+        self.asked = True  # whether the last round asked the store for anything
+        self._patience = patience
+        self._unroutable = unroutable
+        self._observe = observe
+        self._holding_back_since: float | None = None
+
+    async def round(self) -> int:
+        """Route one batch; how many messages it held."""
+        with self._takers.offer() as offer:
+            self.asked = not (self._takers.consuming and not offer.wanted and self._holds_back())
+            if not self.asked:
+                return 0
+            self._holding_back_since = None
+            wanted = sum(each.limit for each in offer.wanted.values()) or self._largest
+            self.batch_size = min(self._largest, wanted)
+            routing = await self._store.queues.route(self.batch_size, self._unroutable, offer.wanted)
+            taken: dict[str, int] = {}
+            for queue, claim in routing.claims.items():
+                taken[queue] = offer.take(queue, claim)
+        waiting = [queue for queue, count in routing.routed.items() if count > taken.get(queue, 0)]
+        if waiting:
+            self._store.queues.announce(*waiting)
+        self._tell(routing)
+        return routing.taken
+
+    async def wait(self, longest: float) -> None:
+        """Sleep until there may be something to route, or somebody to route it for."""
+        if self._holding_back_since is None:
+            await self._store.feed.wait(longest)
+        else:
+            await self._takers.room(longest)
+
+    def _holds_back(self) -> bool:
+        now = time.monotonic()
+        if self._holding_back_since is None:
+            self._holding_back_since = now
+        return now - self._holding_back_since < self._patience
+
+    def _tell(self, routing: Routing) -> None:
+        for queue, count in routing.routed.items():
+            self._observe(Routed(queue, count))
+        for routing_key, count in routing.unroutable.items():
+            self._observe(Unroutable(routing_key, count))
+
+
+class _Nobody:
+    """A process without consumers: everything is routed to the table, and nothing handed over."""
+
+    consuming = False
+    wanted: Mapping[str, Wanted] = MappingProxyType({})
+
+    def offer(self) -> AbstractContextManager[Offer]:
+        return nullcontext(self)
+
+    def take(self, queue: str, claim: Leased) -> int:
+        raise AssertionError(f"nobody wants {queue}")
+
+    async def room(self, longest: float) -> None:
+        await asyncio.sleep(longest)
+
+
+NOBODY = _Nobody()

@@ -35,10 +35,9 @@ from sqlalchemy.util import await_only
 from outbox.core.errors import WrongDatabase
 from outbox.core.prepared import SchemaNames, dialect_for, prepare
 from outbox.core.store import Rows
-from outbox.stores.callers import CallerConnections, execute
+from outbox.stores.callers import CallerConnections, execute, naming, qualified
 from outbox.stores.dialect import SqlDialect
 from outbox.stores.postgresql.connection import explained, spare
-from outbox.stores.qualified import naming, qualified
 from outbox.stores.tables import Tables
 
 # Places: the database and the schema in which the tables are, found once and then always written.

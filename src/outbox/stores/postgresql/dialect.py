@@ -43,8 +43,8 @@ from outbox.core.diagnosis import Finding
 from outbox.core.durations import LATEST, OLDEST
 from outbox.core.store import Difference
 from outbox.core.transaction_state import TransactionState, libpq_state, query_counter
+from outbox.stores.callers import IN_FAILED_TRANSACTION
 from outbox.stores.dialect import SqlDialect
-from outbox.stores.failures import IN_FAILED_TRANSACTION
 from outbox.stores.postgresql import examination
 from outbox.stores.postgresql.connection import unprepared
 from outbox.stores.postgresql.schema_check import PostgresqlCheck, as_array, present_tables

@@ -12,13 +12,13 @@ from outbox.core.durations import Retention
 from outbox.core.kept_property import kept_property
 from outbox.core.store import Rows
 from outbox.stores.burying import KEPT, SAID, SqlBurying
+from outbox.stores.callers import PlacingStatements
 from outbox.stores.postgresql.callers import PostgresqlCallers
 from outbox.stores.postgresql.dialect import PostgresqlDialect
 from outbox.stores.postgresql.roles import roles_sql
 from outbox.stores.postgresql.runner import PostgresqlRunner
 from outbox.stores.postgresql.selecting import PostgresqlSelecting
 from outbox.stores.postgresql.wakeup import PostgresqlWakeup
-from outbox.stores.receiving import PlacingStatements
 from outbox.stores.returning import ReturningInbox, ReturningSettling
 from outbox.stores.rows import GIVEN
 from outbox.stores.sql import SqlStore

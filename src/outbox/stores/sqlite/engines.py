@@ -20,7 +20,7 @@ from sqlalchemy.util import await_only
 from outbox.core.errors import DatabaseReplaced, ForkRefused
 from outbox.core.forks import ForkableLock, forget_after_fork
 from outbox.core.transaction_state import TransactionState, begins_by_itself
-from outbox.stores.failures import nothing_is_kept
+from outbox.stores.callers import nothing_is_kept
 from outbox.stores.rows import UnreadableText
 
 # What SQLite's drivers know of a transaction.
@@ -68,6 +68,11 @@ def is_rolled_back(connection: Connection) -> bool:
         return False
     driver: Any = connection.connection.driver_connection
     return _was_open.get(transaction, False) and not is_open(driver)
+
+
+def judged(connection: Connection) -> tuple[TransactionState, bool]:
+    """Both at once."""
+    return state_of(connection), is_rolled_back(connection)
 
 
 def _begins_by_itself(driver: Any) -> bool:

@@ -15,10 +15,9 @@ from outbox.core.diagnosis import Examination
 from outbox.core.durations import Retention
 from outbox.core.errors import TablesMissing, WrongDatabase
 from outbox.core.store import AnyEngine, Rows, Selection
-from outbox.stores.callers import CallerConnections, execute
+from outbox.stores.callers import CallerConnections, execute, qualified
 from outbox.stores.circuits import SqlCircuits
 from outbox.stores.dialect import SqlDialect
-from outbox.stores.qualified import qualified
 from outbox.stores.queries import SqlInspection
 from outbox.stores.returning import ReturningInbox, ReturningSelecting, ReturningSettling
 from outbox.stores.sql import SqlStore
