@@ -17,7 +17,7 @@ from outbox.stores.postgresql.connection import DirectConnection
 from outbox.stores.postgresql.runner import PostgresqlRunner
 from outbox.stores.postgresql.selecting import PostgresqlSelecting
 from outbox.stores.routing import SqlRouting
-from outbox.transports.database.consumer import DatabaseConsumer
+from outbox.transports.database import DatabaseConsumer
 from outbox.transports.rabbitmq import envelope
 
 Patched: Any = setattr  # methods are replaced here, which no type checker likes

@@ -38,8 +38,7 @@ from outbox.core.events import (
     Unroutable,
     Unsettled,
 )
-from outbox.observers import Observers
-from outbox.observers.logging import LoggingObserver
+from outbox.observers.logging import LoggingObserver, Observers
 
 CANARY = "c4n4ry-in-the-body"
 MESSAGE = Message(

@@ -31,7 +31,8 @@ class TransactionState(Enum):
     UNKNOWN = auto()  # the connection is closed, or its driver does not say
 
 
-_NOT_ATOMIC = {
+# Where nothing would be atomic, and what to do.
+NOT_ATOMIC = {
     TransactionState.AUTOCOMMIT: "on a connection in AUTOCOMMIT; use one with a transaction",
     TransactionState.RELEASED_BY_SAVEPOINT: (
         "in a SQLite transaction that began with a savepoint, whose release commits; call "
@@ -40,19 +41,10 @@ _NOT_ATOMIC = {
 }
 
 
-def why_not_atomic(state: TransactionState) -> str | None:
-    """Where nothing would be atomic, and what to do; none if a transaction is open or will be."""
-    return _NOT_ATOMIC.get(state)
-
-
-def warn_unless_atomic(where: str | None) -> None:
-    """Say where a message would be stored at once."""
-    if where is not None:
-        warnings.warn(
-            f"emit {where}: the message is stored at once, whatever becomes of your data",
-            NotAtomicWarning,
-            stacklevel=3,
-        )
+def warn_not_atomic(where: str) -> None:
+    warnings.warn(
+        f"emit {where}: the message is stored at once, whatever becomes of your data", NotAtomicWarning, stacklevel=3
+    )
 
 
 # What PQtransactionStatus() answers, in psycopg and psycopg2.

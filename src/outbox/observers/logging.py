@@ -1,9 +1,11 @@
-"""LoggingObserver: events as log records under the logger `outbox`. Bodies are never logged."""
+"""Observers: all of them as one, and events as log records under the logger `outbox`. Bodies are never logged."""
 
 from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, get_args
 
@@ -24,6 +26,7 @@ from outbox.core.events import (
     Handled,
     HookFailed,
     LeaseWasLost,
+    Observer,
     Received,
     Recovered,
     Relayed,
@@ -55,6 +58,29 @@ def _escape_arguments(record: logging.LogRecord) -> bool:
 
 
 logger.addFilter(_escape_arguments)
+
+
+class Observers:
+    """Several observers as one. An observer's error is logged and forgotten: it must not stop the work it watches."""
+
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        self._observers = tuple(observers)
+
+    def __call__(self, event: Event) -> None:
+        for observer in self._observers:
+            try:
+                observer(event)
+            except Exception:
+                logger.exception("the observer %r failed", observer)
+
+    @contextmanager
+    def joined_by(self, observer: Observer) -> Iterator[None]:
+        """Let one more hear what happens within this block."""
+        self._observers = (*self._observers, observer)
+        try:
+            yield
+        finally:
+            self._observers = tuple(each for each in self._observers if each is not observer)
 
 
 class LoggingObserver:

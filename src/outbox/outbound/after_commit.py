@@ -222,16 +222,13 @@ def guard(session: Session | Connection, aborted: Aborted) -> None:
 def committing(session: Session | Connection, aborted: Aborted) -> Waiting:
     """The same, for who is about to write; and what waits for the commit, to which more may be added."""
     guard(session, aborted)
-    return _innermost_waiting(session)
+    return waiting_in(session) if isinstance(session, Session) else waiting_on(session)
 
 
 def after_commit(session: Session | Connection, action: Action) -> None:
     """Call the action once the outermost transaction has committed; never if it rolls back."""
-    _innermost_waiting(session).actions.append(action)
-
-
-def _innermost_waiting(session: Session | Connection) -> Waiting:
-    return waiting_in(session) if isinstance(session, Session) else waiting_on(session)
+    waiting = waiting_in(session) if isinstance(session, Session) else waiting_on(session)
+    waiting.actions.append(action)
 
 
 # For all sessions at once: a session lives for a transaction, and to listen to each costs more than to pass over most.

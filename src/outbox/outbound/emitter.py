@@ -23,7 +23,7 @@ from outbox.core.events import Emitted, Observer
 from outbox.core.headers import is_reserved
 from outbox.core.message import Message, Schedule, check, check_timer_id, is_media_type
 from outbox.core.store import Rows, Store
-from outbox.core.transaction_state import tied, why_not_atomic
+from outbox.core.transaction_state import NOT_ATOMIC, tied
 from outbox.core.urls import check_uri_reference
 from outbox.outbound.after_commit import after_commit, committing, guard
 from outbox.outbound.sessions import DRIVERS, AnySession, CallersTransaction, PlainSession
@@ -61,7 +61,7 @@ class SqlalchemyTransaction(CallersTransaction):
         return store.writing.cancel_timer(connection, timer_id)
 
     def not_atomic(self, store: Store) -> str | None:
-        return why_not_atomic(store.transactions.state_of(self._connection or self._connect()))
+        return NOT_ATOMIC.get(store.transactions.state_of(self._connection or self._connect()))
 
     def write(self, store: Store, statement: Executable, rows: Rows) -> int:
         connection = self._connection or self._connect()

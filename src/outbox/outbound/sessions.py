@@ -18,7 +18,7 @@ from outbox.core.errors import TransactionError
 from outbox.core.message import Message, Schedule
 from outbox.core.prepared import Parameters, dialect_for, prepare
 from outbox.core.store import Rows, Store
-from outbox.core.transaction_state import TransactionState, begins_by_itself, libpq_state, warn_unless_atomic
+from outbox.core.transaction_state import TransactionState, begins_by_itself, libpq_state, warn_not_atomic
 
 
 class AsyncpgConnection(Protocol):
@@ -158,7 +158,8 @@ class DriverTransaction(CallersTransaction):
         return dialect_for(self.dialect_name, self.paramstyle)
 
     def emit(self, store: Store, messages: Sequence[Message], schedule: Schedule) -> bool:
-        warn_unless_atomic(self.not_atomic(store))
+        if (where := self.not_atomic(store)) is not None:
+            warn_not_atomic(where)
         written = self.write(store, *store.writing.insert(messages, schedule))
         if schedule.timer_id is not None and not written:
             return False
@@ -166,7 +167,8 @@ class DriverTransaction(CallersTransaction):
         return True
 
     def cancel(self, store: Store, timer_id: str) -> bool:
-        warn_unless_atomic(self.not_atomic(store))
+        if (where := self.not_atomic(store)) is not None:
+            warn_not_atomic(where)
         return self.write(store, *store.writing.cancel(timer_id)) > 0
 
     def not_atomic(self, store: Store) -> str | None:

@@ -36,10 +36,10 @@ from outbox.core.message import Message, Schedule
 from outbox.core.store import Reception, Rows, Statement
 from outbox.core.transaction_state import (
     ENDED_ON_DRIVER,
+    NOT_ATOMIC,
     TransactionState,
-    warn_unless_atomic,
+    warn_not_atomic,
     watched_driver,
-    why_not_atomic,
 )
 from outbox.stores.dialect import SqlDialect
 from outbox.stores.leases import unleased
@@ -143,9 +143,10 @@ class SqlTransactions:
     def state_of(self, connection: Connection) -> TransactionState:
         if connection.closed or connection.invalidated:
             return TransactionState.UNKNOWN
-        if _is_autocommit(connection):
-            return TransactionState.AUTOCOMMIT
-        return self._dialect.driver_state_of(connection)
+        level = connection.get_execution_options().get("isolation_level")
+        if level is None:
+            level = getattr(connection.dialect, "_on_connect_isolation_level", None)
+        return TransactionState.AUTOCOMMIT if level == "AUTOCOMMIT" else self._dialect.driver_state_of(connection)
 
     def query_counter(self, connection: Connection) -> Callable[[], int] | None:
         return self._dialect.query_counter(connection)
@@ -153,46 +154,25 @@ class SqlTransactions:
     def aborted(self, connection: Connection, *, in_doubt: bool = False) -> TransactionError | None:
         if connection.closed or connection.invalidated:
             return None
-        ended, in_doubt = _on_driver(connection, in_doubt)
-        if ended is not None:
-            return ended
+        driver = watched_driver(connection)
+        if driver is not None:
+            if driver.has_ended():
+                return TransactionError(ENDED_ON_DRIVER)
+            in_doubt = in_doubt or driver.was_used()
+        in_doubt = in_doubt or failure_in(connection) is not None
         return nothing_is_kept(connection) if self._dialect.is_aborted(connection, in_doubt=in_doubt) else None
 
     def judge(self, connection: Connection) -> None:
         """Warn of a write that would be stored at once, and refuse one of which the database would keep nothing."""
-        if connection.closed or connection.invalidated:
-            return
-        ended, in_doubt = _on_driver(connection, in_doubt=False)
-        if ended is not None:
-            raise ended
-        if _is_autocommit(connection):
-            state, aborted = TransactionState.AUTOCOMMIT, self._dialect.is_aborted(connection, in_doubt=in_doubt)
-        else:
-            state, aborted = self._dialect.judged(connection, in_doubt=in_doubt)
-        warn_unless_atomic(why_not_atomic(state))
-        if aborted:
-            raise nothing_is_kept(connection)
+        where = NOT_ATOMIC.get(self.state_of(connection))
+        if where is not None:
+            warn_not_atomic(where)
+        aborted = self.aborted(connection)
+        if aborted is not None:
+            raise aborted
 
     def isolation(self, level: str) -> Mapping[str, Any]:
         return self._dialect.isolation(level)
-
-
-def _is_autocommit(connection: Connection) -> bool:
-    """Whether SQLAlchemy was told to commit each statement."""
-    level = connection.get_execution_options().get("isolation_level")
-    if level is None:
-        level = getattr(connection.dialect, "_on_connect_isolation_level", None)
-    return bool(level == "AUTOCOMMIT")
-
-
-def _on_driver(connection: Connection, in_doubt: bool) -> tuple[TransactionError | None, bool]:
-    """Whether the transaction was ended on the driver's own connection, and whether a statement may have failed."""
-    driver = watched_driver(connection)
-    if driver is not None:
-        if driver.has_ended():
-            return TransactionError(ENDED_ON_DRIVER), True
-        in_doubt = in_doubt or driver.was_used()
-    return None, in_doubt or failure_in(connection) is not None
 
 
 class PlacingStatements:

@@ -136,10 +136,6 @@ class SqlDialect(TableShapes, ABC):
         """Whether the database keeps nothing of a connection's transaction, in which a statement may have failed."""
         return False
 
-    def judged(self, connection: Connection, *, in_doubt: bool) -> tuple[TransactionState, bool]:
-        """Both of these, for whoever is about to write."""
-        return self.driver_state_of(connection), self.is_aborted(connection, in_doubt=in_doubt)
-
     def isolation(self, level: str) -> Mapping[str, Any]:
         """What to tell a connection, before it begins, to have a transaction isolated like this."""
         return {"isolation_level": level}

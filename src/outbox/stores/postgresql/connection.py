@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -156,6 +156,14 @@ def fetched(connection: Connection, statement: Executable, parameters: Mapping[s
         connection.invalidate()  # nobody knows what the statement left behind, and SQLAlchemy has not seen it
         raise
     return rows
+
+
+def as_array(values: Iterable[object]) -> str:
+    """A list to bind as text, of numbers or of names of letters, digits and underscores.
+
+    For another type asyncpg asks each new connection what it is, and switches a session's jit for that.
+    """
+    return "{" + ",".join(map(str, values)) + "}"
 
 
 def begin(coroutine: Coroutine[Any, Any, None]) -> asyncio.Future[None]:

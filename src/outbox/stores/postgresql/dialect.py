@@ -46,8 +46,8 @@ from outbox.core.transaction_state import TransactionState, libpq_state, query_c
 from outbox.stores.callers import IN_FAILED_TRANSACTION
 from outbox.stores.dialect import SqlDialect
 from outbox.stores.postgresql import examination
-from outbox.stores.postgresql.connection import unprepared
-from outbox.stores.postgresql.schema_check import PostgresqlCheck, as_array, present_tables
+from outbox.stores.postgresql.connection import as_array, unprepared
+from outbox.stores.postgresql.schema_check import PostgresqlCheck, present_tables
 from outbox.stores.tables import PartialIndexes, Tables
 
 KEEPING = ("REPEATABLE READ", "SERIALIZABLE")

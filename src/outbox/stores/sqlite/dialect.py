@@ -47,7 +47,7 @@ from outbox.core.transaction_state import TransactionState
 from outbox.stores.dialect import SqlDialect
 from outbox.stores.rows import as_utc
 from outbox.stores.sqlite import examination
-from outbox.stores.sqlite.engines import begin_first, files, in_memory, is_rolled_back, judged, prepare, state_of
+from outbox.stores.sqlite.engines import begin_first, files, in_memory, is_rolled_back, prepare, state_of
 from outbox.stores.sqlite.schema_check import SqliteCheck
 from outbox.stores.tables import PartialIndexes, Tables
 
@@ -134,9 +134,6 @@ class SqliteDialect(PartialIndexes, SqlDialect):
 
     def is_aborted(self, connection: Connection, *, in_doubt: bool) -> bool:
         return is_rolled_back(connection)
-
-    def judged(self, connection: Connection, *, in_doubt: bool) -> tuple[TransactionState, bool]:
-        return judged(connection)
 
     def isolation(self, level: str) -> Mapping[str, Any]:
         return {}  # every transaction is serializable, and that is more than any level asks for

@@ -70,11 +70,6 @@ def is_rolled_back(connection: Connection) -> bool:
     return _was_open.get(transaction, False) and not is_open(driver)
 
 
-def judged(connection: Connection) -> tuple[TransactionState, bool]:
-    """Both at once."""
-    return state_of(connection), is_rolled_back(connection)
-
-
 def _begins_by_itself(driver: Any) -> bool:
     if hasattr(driver, "_conn"):  # of aiosqlite, whose connection is read in its own thread
         return bool(await_only(driver._execute(begins_by_itself, driver._conn)))
