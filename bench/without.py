@@ -12,12 +12,12 @@ from sqlalchemy import Connection, Executable
 from outbox.core.message import Message
 from outbox.core.store import Selection
 from outbox.stores import rows
-from outbox.stores.postgresql import notify, scan_position
-from outbox.stores.postgresql.direct import DirectConnection
+from outbox.stores.postgresql import selecting, wakeup
+from outbox.stores.postgresql.connection import DirectConnection
 from outbox.stores.postgresql.runner import PostgresqlRunner
 from outbox.stores.postgresql.selecting import PostgresqlSelecting
 from outbox.stores.routing import SqlRouting
-from outbox.transports.database.consumer import DatabaseConsumer
+from outbox.transports.database import DatabaseConsumer
 from outbox.transports.rabbitmq import envelope
 
 Patched: Any = setattr  # methods are replaced here, which no type checker likes
@@ -75,7 +75,7 @@ def fetch() -> None:
 
 def scan() -> None:
     """Every look begins at the beginning."""
-    Patched(scan_position, "SLOW", 1e9)
+    Patched(selecting, "SLOW", 1e9)
 
 
 def remade() -> None:
@@ -91,7 +91,7 @@ def remade() -> None:
 
 def begin() -> None:
     """A notification is begun when its loop comes to it, not at once."""
-    Patched(notify, "begin", lambda coroutine: asyncio.get_running_loop().create_task(coroutine))
+    Patched(wakeup, "begin", lambda coroutine: asyncio.get_running_loop().create_task(coroutine))
 
 
 PATHS: Mapping[str, Callable[[], None]] = {

@@ -45,10 +45,9 @@ from outbox.core.errors import (
 )
 from outbox.core.listener import Listener, listen
 from outbox.core.listener_options import FailedAttempt
-from outbox.core.message import Message
+from outbox.core.message import Message, get_tracking_ids, tracking
 from outbox.core.retry import RetryPolicy
 from outbox.core.store import Backlog, Difference, QueueBacklog, StoredMessage
-from outbox.core.tracking import get_tracking_ids, tracking
 from outbox.instance import Outbox
 
 outbox = Outbox()

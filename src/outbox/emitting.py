@@ -8,7 +8,7 @@ from outbox.core.durations import Eta, Seconds
 from outbox.core.kept_property import kept_property
 from outbox.core.message import Message
 from outbox.outbound.emitter import Key
-from outbox.outbound.sessions.session_types import AnySession, PlainSession
+from outbox.outbound.sessions import AnySession, PlainSession
 from outbox.parts import Parts
 
 

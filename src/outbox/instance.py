@@ -16,9 +16,8 @@ from outbox.core.dead_letter import DeadLetters
 from outbox.core.durations import Seconds
 from outbox.core.forks import forget_after_fork
 from outbox.core.listener import Listener, check_listeners
-from outbox.core.message import Message
+from outbox.core.message import Message, get_tracking_ids, tracking
 from outbox.core.store import Backlog, Difference, Store, StoredMessage
-from outbox.core.tracking import get_tracking_ids, tracking
 from outbox.core.transport import Transport
 from outbox.core.webhooks import AnySecrets
 from outbox.emitting import Emitting
@@ -28,10 +27,9 @@ from outbox.inbound.http.options import REQUIRED, HttpAppOptions, Required
 from outbox.inbound.http.request import MODES, Mode
 from outbox.inbound.receiver import Unwanted
 from outbox.lifecycle import Lifecycle
-from outbox.outbound.after_commit.hooks import Callback, HookedSession, add_hook, hooks_of
-from outbox.outbound.after_commit.session_commits import check_not_abandoned, guard
-from outbox.outbound.sessions.lookup import plain_session, transaction_of
-from outbox.outbound.sessions.session_types import AnySession, PlainSession
+from outbox.outbound.after_commit import Callback, HookedSession, add_hook, check_not_abandoned, guard, hooks_of
+from outbox.outbound.emitter import awaited, plain_session, transaction_of
+from outbox.outbound.sessions import AnySession, PlainSession
 from outbox.outbound.transactional import opened, transactional
 from outbox.owners import Owners
 from outbox.parts import Parts
@@ -126,7 +124,7 @@ class Outbox(Emitting):
         around = self.transaction() if session is None else nullcontext(session)
         async with around as own:
             transaction = transaction_of(own, awaits=True)
-            return await transaction.run(receiver.receive, transaction, queue, message, unwanted)
+            return await awaited(transaction, receiver.receive, transaction, queue, message, unwanted)
 
     def receive_sync(self, queue: str, message: Message, *, session: PlainSession, unwanted: Unwanted = "dead") -> bool:
         """`receive` for callers without an event loop, in their session's transaction."""

@@ -21,8 +21,7 @@ from outbox.inbound.http.intake import Intake
 from outbox.inbound.http.options import HttpAppOptions
 from outbox.inbound.inbox import Memory
 from outbox.inbound.receiver import Receiver
-from outbox.observers import Observers
-from outbox.observers.logging import LoggingObserver
+from outbox.observers.logging import LoggingObserver, Observers
 from outbox.outbound.emitter import Emitter
 from outbox.owners import Owners
 from outbox.relay_factory import RelayFactory

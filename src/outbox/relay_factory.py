@@ -12,9 +12,7 @@ from outbox.core.transport import Takers, Transport
 from outbox.outbound.circuit import Breaker, Circuits
 from outbox.outbound.cleanup import Cleanup
 from outbox.outbound.publishing import Publisher
-from outbox.outbound.relay import Relay, Round
-from outbox.outbound.rounds import Rounds
-from outbox.outbound.routing import NOBODY, Router
+from outbox.outbound.relay import NOBODY, Relay, Round, Rounds, Router
 from outbox.rebinding import further_keys
 from outbox.settings import Settings
 

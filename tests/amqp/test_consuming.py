@@ -13,10 +13,10 @@ from pamqp.commands import Basic, Channel, Exchange, Queue
 
 from outbox import Listener, Message
 from outbox.core.attempt import Dead, Done, Reason, Released, RetryIn
+from outbox.core.backoff import TRANSPORT
 from outbox.core.errors import TransportUnavailable
 from outbox.core.events import Event, Troubled
 from outbox.core.message import LARGEST_BODY
-from outbox.core.outage import TRANSPORT
 from outbox.core.settlement import Settlement
 from outbox.core.transport import Defaults, Delivery, Transport
 from outbox.transports.rabbitmq import acknowledging

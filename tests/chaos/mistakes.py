@@ -21,7 +21,7 @@ from sqlalchemy.orm import Session
 
 import outbox
 from outbox import Message, get_tracking_ids
-from outbox.core.cancellation import ABANDONED
+from outbox.core.loops import ABANDONED
 from tests.chaos.children import fork
 from tests.chaos.fates import (
     CLOSES,

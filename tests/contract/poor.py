@@ -23,10 +23,9 @@ from outbox.stores.postgresql.wakeup import PostgresqlWakeup
 from outbox.stores.runner import Runner
 from outbox.stores.selecting import SqlSelecting
 from outbox.stores.sql import SqlStore
-from outbox.stores.sqlite.callers import SqliteCallers
 from outbox.stores.sqlite.dialect import SqliteDialect
-from outbox.stores.sqlite.runner import SqliteRunner
-from outbox.stores.sqlite.wakeup import SqliteWakeup
+from outbox.stores.sqlite.runner import SqliteRunner, SqliteWakeup
+from outbox.stores.sqlite.store import SqliteCallers
 from outbox.stores.tables import Tables, TableShapes
 
 Result = TypeVar("Result")

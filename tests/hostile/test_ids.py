@@ -11,8 +11,7 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from outbox import Listener, Message, Outbox, Reason
-from outbox.core.message import check_message_ids
-from outbox.core.tracking import MOST_IDS
+from outbox.core.message import MOST_IDS, check_message_ids
 from tests.broker import VirtualHost
 from tests.conftest import MakeOutbox
 from tests.seeds.observing import Recorder, eventually

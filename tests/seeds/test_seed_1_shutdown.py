@@ -17,7 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from outbox import Message, Outbox, listen
 from outbox.core.events import Handled, Stopped
-from outbox.outbound.rounds import SIDE_BY_SIDE
+from outbox.outbound.relay import SIDE_BY_SIDE
 from tests.seeds.databases import on_every_driver, on_sqlite
 from tests.seeds.observing import PATIENCE, Recorder, arrival, eventually
 from tests.seeds.program import program

@@ -19,7 +19,7 @@ from outbox import FailedAttempt, Listener, Message, Outbox, Reason, TransportUn
 from outbox.core.attempt import Dead, Done, RetryIn
 from outbox.core.events import Handled, Relayed, Troubled
 from outbox.core.store import Selection
-from outbox.outbound import rounds
+from outbox.outbound import relay
 from tests.seeds.databases import on_both_stores, on_sqlite
 from tests.seeds.movies import MOVIE_CREATED, Shelf, incoming, is_done, tell
 from tests.seeds.observing import Recorder, arrival, eventually, let_leases_run_out
@@ -324,7 +324,7 @@ async def test_by_default_it_starts_again_after_a_fifth_of_a_second_and_then_les
 ) -> None:
     """The seed always waits a quarter of a second, which can be configured."""
     # On a slow machine a round takes so long that another begins beside it, whose error is no news then.
-    monkeypatch.setattr(rounds, "STUCK", 60.0)
+    monkeypatch.setattr(relay, "STUCK", 60.0)
     tries: list[str] = []
 
     async def message_publisher(message: Message) -> None:

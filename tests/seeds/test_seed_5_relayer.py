@@ -19,7 +19,7 @@ from sqlalchemy import update
 from outbox import NEVER, Outbox, Reason
 from outbox.core.attempt import Done, RetryIn
 from outbox.core.events import CircuitOpened, Relayed, Started, Stopped
-from outbox.outbound.rounds import SIDE_BY_SIDE
+from outbox.outbound.relay import SIDE_BY_SIDE
 from outbox.testing import advance
 from outbox.transports.http import HttpTransport
 from tests.http_sink import Behaviour, Connection, HttpSink, Request, answer, hang, status

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from outbox import OutboxError, TimeInvalid
 from outbox.core.durations import EARLIEST, LONGEST, as_delay, as_due, as_lifetime, in_words, parse_duration
-from outbox.stores.postgresql.scan_position import BEGINNING
+from outbox.stores.postgresql.selecting import BEGINNING
 
 DELAYS = st.timedeltas(min_value=timedelta(0), max_value=LONGEST)
 SECOND = timedelta(seconds=1)

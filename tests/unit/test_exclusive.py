@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from datetime import timedelta
 
-from outbox.inbound.exclusive import Exclusive
+from outbox.inbound.concurrency import Exclusive
 
 
 async def test_a_stop_ends_the_wait_and_delays_nothing_elsewhere() -> None:

@@ -14,9 +14,8 @@ import pytest
 from outbox import listen
 from outbox.core.events import Event, Recovered, Troubled
 from outbox.core.store import Routing, Wanted
-from outbox.outbound import routing as routing_module
-from outbox.outbound.relay import Relay
-from outbox.outbound.routing import Router
+from outbox.outbound import relay as routing_module
+from outbox.outbound.relay import Relay, Router
 from outbox.transports.database import DatabaseTransport
 
 LEASE = timedelta(seconds=60)

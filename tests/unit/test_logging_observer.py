@@ -10,6 +10,7 @@ from sqlalchemy.exc import OperationalError
 
 from outbox import Message, Outbox
 from outbox.core.attempt import Attempt, Dead, Done, Reason, Released, RetryIn
+from outbox.core.backoff import DATABASE
 from outbox.core.binding import Binding
 from outbox.core.events import (
     Advised,
@@ -37,9 +38,7 @@ from outbox.core.events import (
     Unroutable,
     Unsettled,
 )
-from outbox.core.outage import DATABASE
-from outbox.observers import Observers
-from outbox.observers.logging import LoggingObserver
+from outbox.observers.logging import LoggingObserver, Observers
 
 CANARY = "c4n4ry-in-the-body"
 MESSAGE = Message(

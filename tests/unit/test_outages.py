@@ -12,9 +12,9 @@ from sqlalchemy.exc import OperationalError, ProgrammingError
 from outbox import Message
 from outbox.adapters import routes_for
 from outbox.core.attempt import Attempt, Done
+from outbox.core.backoff import DATABASE, TRANSPORT, Outage
 from outbox.core.errors import TransportUnavailable
 from outbox.core.events import CircuitClosed, CircuitOpened, Event, Recovered, Relayed, Troubled
-from outbox.core.outage import DATABASE, TRANSPORT, Outage
 from outbox.core.transport import Defaults
 from outbox.observers.logging import LoggingObserver
 from outbox.observers.outages import AFTERMATH, AGAIN_AFTER, Outages

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outbox.core.transaction_words import transaction_words
+from outbox.core.transaction_state import transaction_words
 
 
 @pytest.mark.parametrize(

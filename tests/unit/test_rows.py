@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outbox import Message
-from outbox.core.message import LARGEST_HEADERS, check, check_message_ids
-from outbox.core.tracking import MOST_IDS
+from outbox.core.message import LARGEST_HEADERS, MOST_IDS, check, check_message_ids
 from outbox.stores.rows import (
     CLAIMED,
     as_attempts,

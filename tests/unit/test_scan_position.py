@@ -7,8 +7,8 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from outbox.stores.postgresql import scan_position
-from outbox.stores.postgresql.scan_position import (
+from outbox.stores.postgresql import selecting
+from outbox.stores.postgresql.selecting import (
     BEGINNING,
     MANY,
     OVERTAKEN,
@@ -47,7 +47,7 @@ class Looking:
 @pytest.fixture
 def looking(monkeypatch: pytest.MonkeyPatch) -> Looking:
     looking = Looking()
-    monkeypatch.setattr(scan_position, "time", looking)
+    monkeypatch.setattr(selecting, "time", looking)
     return looking
 
 

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from outbox import Message, Outbox, get_tracking_ids, tracking
 from outbox.core import cloudevents
 from outbox.core.errors import MessageIdInvalid
-from outbox.core.message import check_message_ids
-from outbox.core.tracking import follow, new_id
+from outbox.core.message import check_message_ids, follow, new_id
 
 
 def test_outside_of_everything_there_are_no_tracking_ids() -> None:

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from outbox.core.errors import TransactionError
-from outbox.stores.sqlite.write_lock import Turn, Turns
+from outbox.stores.sqlite.runner import Turn, Turns
 
 LONG = 30.0  # seconds that no test waits
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outbox.stores.weights import AIM, QUICK, SMALLEST_AIM, Weight
+from outbox.stores.selecting import AIM, QUICK, SMALLEST_AIM, Weight
 
 MANY = 500
 MIB = 1024 * 1024

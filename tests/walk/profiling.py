@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType
@@ -22,10 +23,20 @@ class Walk:
     """
 
     calls: list[tuple[str, str]] = field(default_factory=list)
+    entries: list[int] = field(default_factory=list)  # which of them came from another file, or from the event loop
 
     @property
     def files(self) -> frozenset[str]:
         return frozenset(file for file, _ in self.calls)
+
+    def entered_again(self, begin: int = 0, end: int | None = None) -> Counter[str]:
+        """How often each file was entered again, of the calls from one to another.
+
+        A file that calls others and goes on is not left. It is entered by a call that comes from another file.
+        """
+        calls = self.calls[:end]
+        entered = Counter(calls[index][0] for index in self.entries if begin <= index < len(calls))
+        return Counter({file: count - 1 for file, count in entered.items() if count > 1})
 
 
 class Profiler:
@@ -57,6 +68,8 @@ class Profiler:
     def _note(self, frame: FrameType, kind: str, _: Any) -> None:
         walk = self._walk
         if walk is not None and kind == "call" and (passed := passes(frame)) is not None:
+            if _calling_file(frame) != passed[0]:
+                walk.entries.append(len(walk.calls))
             walk.calls.append(passed)
 
 
@@ -76,6 +89,14 @@ def _file(code: CodeType) -> str | None:
         is_ours = path.is_relative_to(PACKAGE) and not code.co_name.startswith("<")
         _files[code] = path.relative_to(PACKAGE).as_posix() if is_ours else None
     return _files[code]
+
+
+def _calling_file(frame: FrameType) -> str | None:
+    """The nearest file of ours from which a function was called; none if the event loop or a thread began it."""
+    caller = frame.f_back
+    while caller is not None and _file(caller.f_code) is None:
+        caller = caller.f_back
+    return None if caller is None else _file(caller.f_code)
 
 
 def _begins(frame: FrameType) -> bool:

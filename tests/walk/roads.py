@@ -25,7 +25,7 @@ class Road:
     numbers: tuple[int, ...]
     sides: tuple[tuple[Step, ...], ...]  # each in its order; what happens on two sides happens side by side
     files: frozenset[str]
-    entered_again: frozenset[str]  # files that it comes back to, other than for the settlement
+    settlement: Step  # with which it begins, on the last side
     at_times: frozenset[str]  # files that a message passes if something else falls due while it is on its way
 
     @property
@@ -66,19 +66,15 @@ def owners() -> list[tuple[str, str, str]]:
 def _road(name: str, text: str) -> Road:
     sides: list[list[Step]] = []
     numbers: list[int] = []
-    again: set[str] = set()
+    settlement: list[Step] = []
     for paragraph in text.split("\n\n"):
         steps = [found for line in paragraph.splitlines() if (found := _STEP.match(line))]
         if steps:
             numbers += [int(step[1]) for step in steps]
             sides.append([(step[2], step[3]) for step in steps])
-            again |= _entered_again([step[2] for step in steps if not step[4]])
+            settlement = [(step[2], step[3]) for step in steps if step[4]]
     files, at_times = _named(_FILES, text), _named(_AT_TIMES, text)
-    return Road(name, tuple(numbers), tuple(map(tuple, sides)), files, frozenset(again), at_times)
-
-
-def _entered_again(files: list[str]) -> set[str]:
-    return {file for number, file in enumerate(files) if file in files[:number] and file != files[number - 1]}
+    return Road(name, tuple(numbers), tuple(map(tuple, sides)), files, settlement[0], at_times)
 
 
 def _named(pattern: re.Pattern[str], text: str) -> frozenset[str]:

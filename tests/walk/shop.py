@@ -73,7 +73,7 @@ def arm() -> None:
     from outbox.stores.claiming import SqlClaim
     from outbox.stores.receiving import SqlReceiving
     from outbox.stores.routing import SqlRouting
-    from outbox.transports.database.consumer import DatabaseConsumer
+    from outbox.transports.database import DatabaseConsumer
 
     die_around(SqlClaim, "settle", "settle")
     die_around(SqlClaim, "_settle", "the settling statement")

@@ -12,7 +12,7 @@ from outbox import Outbox
 from outbox.core.attempt import Attempt, Done
 from outbox.core.binding import Binding
 from outbox.core.store import Selection, Suspected, Wanted
-from outbox.stores import weights
+from outbox.stores import selecting
 from tests.conftest import MakeOutbox
 
 KIB = 1024
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.parametrize(
 
 @pytest.fixture
 async def outbox(make_outbox: MakeOutbox, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Outbox]:
-    monkeypatch.setattr(weights, "AIM", AIM)
+    monkeypatch.setattr(selecting, "AIM", AIM)
     outbox = make_outbox()
     await outbox.create_tables()
     yield outbox

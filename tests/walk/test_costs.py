@@ -18,7 +18,7 @@ from outbox import Outbox
 from outbox.core.attempt import Dead, Done, Outcome, Reason, RetryIn
 from outbox.core.binding import Binding
 from outbox.core.store import Selection, Wanted
-from outbox.stores.postgresql import scan_position
+from outbox.stores.postgresql import selecting
 from outbox.testing.servers import PostgreSQL
 from tests.walk.round_trips import RoundTrips, counting
 
@@ -89,7 +89,7 @@ async def meter(
             stack.push_async_callback(close)
         await outbox.create_tables()
         await outbox.store.queues.bind([Binding("q", "#")])
-        monkeypatch.setattr(scan_position, "SLOW", 60)  # on a slow machine it would ask for the dead
+        monkeypatch.setattr(selecting, "SLOW", 60)  # on a slow machine it would ask for the dead
         async with engine.connect() as connection:
             for _ in range(8):
                 await outbox.emit(connection, "order.created", {"number": 0})

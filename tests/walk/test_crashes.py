@@ -19,7 +19,7 @@ from sqlalchemy import make_url
 
 from outbox import Binding, Listener, Message, Outbox, listen
 from outbox.core.store import Selection, Wanted
-from outbox.inbound import exclusive
+from outbox.inbound import concurrency
 from tests.chaos.proxy import Link, Proxy
 from tests.seeds.observing import PATIENCE, eventually, let_leases_run_out
 
@@ -225,7 +225,7 @@ async def test_a_message_does_not_die_of_the_crashes_of_other_messages_over_rabb
 async def test_suspects_that_cannot_be_tried_hold_up_no_fresh_message_over_rabbitmq(
     rabbitmq_url: str, table_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exclusive, "SHORTEST_WAIT", 0.5)
+    monkeypatch.setattr(concurrency, "SHORTEST_WAIT", 0.5)
     outbox = Outbox(
         rabbitmq_url=rabbitmq_url, exchange_name=table_name, queue_prefix=f"{table_name}.", retry_delays=(1,)
     )
@@ -325,7 +325,7 @@ async def test_the_run_that_could_end_as_crashed_has_the_process_to_itself(last_
 async def test_a_long_run_beside_it_holds_up_neither_fresh_messages_nor_the_run_that_has_to_be_alone_for_good(
     last_chance: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exclusive, "SHORTEST_WAIT", 0.1)
+    monkeypatch.setattr(concurrency, "SHORTEST_WAIT", 0.1)
     runs, release = Runs(), asyncio.Event()
 
     @listen("suspected", queue="suspected")

@@ -9,8 +9,8 @@ import pytest
 from sqlalchemy import Engine, event, make_url, text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from outbox.stores import preping
-from outbox.stores.postgresql.spare import spare
+from outbox.stores import runner
+from outbox.stores.postgresql.connection import spare
 from tests.conftest import MakeOutbox
 
 pytestmark = pytest.mark.parametrize("database_url", ["postgresql+asyncpg"], indirect=True)
@@ -45,7 +45,7 @@ def end(url: str, processes: list[int]) -> None:
 async def test_who_was_just_used_is_not_asked(
     url: str, make_outbox: MakeOutbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preping, "LONGEST_TRUST", 60.0)
+    monkeypatch.setattr(runner, "LONGEST_TRUST", 60.0)
     outbox = make_outbox(db_engine_url=url)
     questions = asked(outbox.engines.asynchronous.sync_engine)
     for _ in range(3):
@@ -58,7 +58,7 @@ async def test_who_was_just_used_is_not_asked(
 async def test_who_died_while_idle_is_replaced_before_anybody_notices(
     trusted: float, url: str, make_outbox: MakeOutbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preping, "LONGEST_TRUST", trusted)
+    monkeypatch.setattr(runner, "LONGEST_TRUST", trusted)
     outbox = make_outbox(db_engine_url=url)
     engine = outbox.engines.asynchronous
     questions = asked(engine.sync_engine)
@@ -76,7 +76,7 @@ async def test_who_died_while_idle_is_replaced_before_anybody_notices(
 async def test_in_threads_it_is_the_same(
     postgresql_url: str, make_outbox: MakeOutbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preping, "LONGEST_TRUST", 60.0)
+    monkeypatch.setattr(runner, "LONGEST_TRUST", 60.0)
     engine = make_outbox(db_engine_url=postgresql_url).engines.synchronous
     questions = asked(engine)
     processes: list[int] = []
@@ -101,7 +101,7 @@ async def test_a_file_is_never_asked(tmp_path: Path, make_outbox: MakeOutbox) ->
 
 async def test_pools_beside_it_ask_nobody(url: str, make_outbox: MakeOutbox, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever uses them tries again anyway."""
-    monkeypatch.setattr(preping, "LONGEST_TRUST", 0.0)
+    monkeypatch.setattr(runner, "LONGEST_TRUST", 0.0)
     outbox = make_outbox(db_engine_url=url)
     engine = outbox.engines.asynchronous
     async with engine.connect():

@@ -15,11 +15,10 @@ from outbox import Message, Outbox
 from outbox.core.attempt import Done
 from outbox.core.binding import Binding
 from outbox.core.store import Routing, Selection, Wanted
-from outbox.stores.postgresql import PostgresqlStore, direct, notify
-from outbox.stores.postgresql.connection import Line
-from outbox.stores.postgresql.direct import DirectConnection
-from outbox.stores.postgresql.notify import Notifier
-from outbox.stores.receiving import PlacingStatements
+from outbox.stores.callers import PlacingStatements
+from outbox.stores.postgresql import PostgresqlStore, connection, wakeup
+from outbox.stores.postgresql.connection import DirectConnection, Line
+from outbox.stores.postgresql.wakeup import Notifier
 from outbox.stores.rows import placed_row
 from tests.walk.cutting import connections_taken
 from tests.walk.test_worker import PATIENCE
@@ -171,8 +170,8 @@ async def test_while_nothing_happens_only_the_line_is_asked(straight: Straight) 
 
 
 async def test_a_line_that_comes_too_late_is_closed(straight: Straight, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct, "LATE_CONNECTION", 0.01)
-    monkeypatch.setattr(notify, "LATE_CONNECTION", 0.01)
+    monkeypatch.setattr(connection, "LATE_CONNECTION", 0.01)
+    monkeypatch.setattr(wakeup, "LATE_CONNECTION", 0.01)
     store = straight.store
     connect, may_connect, asked = store.runner.spare_engine, asyncio.Event(), asyncio.Event()
 

@@ -18,7 +18,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, c
 from sqlalchemy.orm import Session
 
 from outbox import ConfigurationError, Message, Outbox, Reject, listen
-from outbox.stores.postgresql.pgbouncer import UNPREPARED
+from outbox.stores.postgresql.connection import UNPREPARED
 from outbox.testing.servers import PgBouncer
 
 from .commands import Command, until

@@ -13,7 +13,7 @@ from sqlalchemy import Connection, Table, delete, insert, select, text, update
 from outbox import Outbox, listen
 from outbox.core.binding import Binding
 from outbox.core.store import Wanted
-from outbox.outbound.routing import Router
+from outbox.outbound.relay import Router
 from outbox.stores import bindings
 from outbox.testing.sql import sql_store
 from outbox.transports.database import DatabaseTransport

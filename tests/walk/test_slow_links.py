@@ -12,7 +12,7 @@ from sqlalchemy import make_url
 from outbox import Message, Outbox, listen
 from outbox.core.errors import DatabaseSilent
 from outbox.core.events import Troubled
-from outbox.stores import weights
+from outbox.stores import selecting
 from tests.seeds.observing import Recorder, eventually
 
 KIB = 1024
@@ -54,8 +54,8 @@ async def test_a_backlog_that_no_single_claim_can_fetch_in_time_is_delivered(
     postgresql_url: str, table_name: str, monkeypatch: pytest.MonkeyPatch, road: str
 ) -> None:
     monkeypatch.setattr("outbox.stores.runner.WORK_WITHIN", WITHIN)
-    monkeypatch.setattr(weights, "AIM", BACKLOG * len(BODY))
-    monkeypatch.setattr(weights, "QUICK", WITHIN / 4)
+    monkeypatch.setattr(selecting, "AIM", BACKLOG * len(BODY))
+    monkeypatch.setattr(selecting, "QUICK", WITHIN / 4)
     url = make_url(postgresql_url).set(drivername="postgresql+asyncpg")
     producer = Outbox(db_engine_url=url, table_name=table_name)
     came: set[int] = set()

@@ -31,7 +31,20 @@ class Difference:
 
 
 class Writing(Protocol):
-    """Statements for the caller's own connection to execute: the caller's transaction is safe by type."""
+    """What is written on the caller's own connection: the caller's transaction is safe by type."""
+
+    def emit(self, connection: Connection, messages: Sequence[Message], schedule: Schedule) -> bool:
+        """Write messages in the transaction of a caller's connection; False if the timer already waits.
+
+        Warns where they would be stored at once, and refuses a transaction of which the database would keep nothing.
+        """
+        ...
+
+    def cancel_timer(self, connection: Connection, timer_id: str) -> bool:
+        """Delete the timer there if it still waits; says whether it did. Warns and refuses as `emit` does."""
+        ...
+
+    # The statements alone, for connections of drivers.
 
     def insert(self, messages: Sequence[Message], schedule: Schedule) -> tuple[Executable, Rows]: ...
 

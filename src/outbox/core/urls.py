@@ -52,6 +52,6 @@ def check_credentials(url: str, what: str) -> None:
         urlsplit(url).port  # noqa: B018 - a word in its place may be a password whose host was forgotten
     except ValueError:  # its text repeats the URL, or a part of it
         raise ConfigurationError(
-            f"{what} cannot be read: name a host, and a port that is a number; in user and password what is no letter or "
-            "digit of ASCII is written as %XX"
+            f"{what} cannot be read: name a host, and a port that is a number; in user and password write as %XX what "
+            "is neither letter nor digit of ASCII"
         ) from None

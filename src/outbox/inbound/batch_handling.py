@@ -9,9 +9,9 @@ from datetime import timedelta
 from functools import partial
 
 from outbox.core.attempt import Dead, Done, Outcome, Reason, Released
-from outbox.core.cancellation import ABANDONED, LOST
 from outbox.core.errors import Undecodable
 from outbox.core.events import Troubled
+from outbox.core.loops import ABANDONED, LOST
 from outbox.core.transport import Delivery
 from outbox.inbound import inbox
 from outbox.inbound.batch_arguments import BatchArguments

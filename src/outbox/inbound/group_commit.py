@@ -7,8 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Generic, Protocol, TypeVar
 
+from outbox.core.backoff import DATABASE, Outage
 from outbox.core.events import Observer, Received
-from outbox.core.outage import DATABASE, Outage
 from outbox.core.store import Receipt
 
 

@@ -10,15 +10,15 @@ from datetime import timedelta
 from functools import partial
 
 from outbox.core.attempt import Attempt, Dead, Done, Outcome, Reason, Released, RetryIn
-from outbox.core.cancellation import ABANDONED, was_abandoned
+from outbox.core.backoff import DATABASE, Outage
 from outbox.core.dead_letter import clean
 from outbox.core.errors import LeaseLost, Reject, Undecodable, described
 from outbox.core.events import Handled, LeaseWasLost, Observer, Unsettled
 from outbox.core.listener import Listener
-from outbox.core.outage import DATABASE, Outage
+from outbox.core.loops import ABANDONED, was_abandoned
+from outbox.core.message import follow
 from outbox.core.retry import RetryPolicy
 from outbox.core.settlement import Settlement
-from outbox.core.tracking import follow
 from outbox.core.transport import Delivery
 from outbox.inbound import inbox
 from outbox.inbound.invocation import Invocation

@@ -18,9 +18,9 @@ from sqlalchemy.orm import Session
 from outbox.core.callables import not_run
 from outbox.core.durations import as_lifetime, configured
 from outbox.core.errors import ConfigurationError
-from outbox.core.finish import finish
 from outbox.core.listener import Listener
 from outbox.core.listener_options import named_level
+from outbox.core.loops import finish
 from outbox.core.message import Message
 from outbox.core.store import Store
 from outbox.core.transport import Delivery

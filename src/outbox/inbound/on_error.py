@@ -17,12 +17,12 @@ from sqlalchemy.orm import Session
 
 from outbox.core.attempt import Dead, Outcome, Reason, Released, RetryIn
 from outbox.core.callables import is_async
-from outbox.core.cancellation import ABANDONED
 from outbox.core.durations import NO_DELAY
 from outbox.core.errors import ConfigurationError, LeaseLost, described
 from outbox.core.events import Observer, Troubled
 from outbox.core.listener import Listener
 from outbox.core.listener_options import FailedAttempt, OnError
+from outbox.core.loops import ABANDONED
 from outbox.core.transport import Delivery
 from outbox.inbound.inbox import LEASE_LOST_PAUSE
 from outbox.inbound.invocation import ListenerSessionSource

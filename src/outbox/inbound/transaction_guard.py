@@ -13,10 +13,8 @@ from sqlalchemy.orm import Session
 
 from outbox.core.errors import Reject, TransactionError
 from outbox.core.forks import ForkableLock
-from outbox.core.one_connection import is_joined
 from outbox.core.store import Store
-from outbox.core.transaction_state import TransactionState
-from outbox.core.transaction_words import FIRST_WORD, transaction_words
+from outbox.core.transaction_state import FIRST_WORD, TransactionState, is_joined, transaction_words
 
 # What a connection does to end its transaction, whichever way that was asked for. SQLAlchemy's events for it would do,
 # but an engine that has any looks for all of them at each statement: a tenth of the time that a message takes.

@@ -15,13 +15,12 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 from sqlalchemy.util import await_only
 
-from outbox.core.cancellation import uncut
+from outbox.core.backoff import DATABASE, Outage
 from outbox.core.errors import ConfigurationError
 from outbox.core.events import Conflicted, Observer
-from outbox.core.one_connection import tied
-from outbox.core.outage import DATABASE, Outage
+from outbox.core.loops import uncut
 from outbox.core.store import QueueClaim, Store
-from outbox.core.transaction_state import TransactionState
+from outbox.core.transaction_state import TransactionState, tied
 from outbox.core.transport import Delivery
 from outbox.inbound.batches import Batch
 from outbox.inbound.inbox import CommitUnknown, NotStarted, committing

@@ -12,17 +12,15 @@ from functools import partial
 from typing import Any, Protocol
 
 from outbox.core.attempt import Released
-from outbox.core.backoff import ErrorBackoff, RestartDelay
-from outbox.core.cancellation import ABANDONED, cut
+from outbox.core.backoff import DATABASE, ErrorBackoff, Outage, RestartDelay
 from outbox.core.durations import NO_DELAY
 from outbox.core.errors import ClosedForGood
 from outbox.core.events import Observer, StillRunning, Troubled
 from outbox.core.listener import Listener
-from outbox.core.outage import DATABASE, Outage
+from outbox.core.loops import ABANDONED, cut
 from outbox.core.transport import Consumer, Delivery
 from outbox.inbound.batches import Batches
-from outbox.inbound.concurrency import Slots, Start, slots_for
-from outbox.inbound.exclusive import Exclusive
+from outbox.inbound.concurrency import Exclusive, Slots, Start, slots_for
 
 SHORTEST_ERROR_BACKOFF, LONGEST_ERROR_BACKOFF = 0.2, 10.0  # seconds of pause after an error, doubling
 WRITTEN_WITHIN = 5.0  # seconds in which the outcome of an isolated run is written before others go on

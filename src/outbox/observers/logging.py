@@ -1,13 +1,16 @@
-"""LoggingObserver: events as log records under the logger `outbox`. Bodies are never logged."""
+"""Observers: all of them as one, and events as log records under the logger `outbox`. Bodies are never logged."""
 
 from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, get_args
 
 from outbox.core.attempt import Attempt, Dead, Done, Reason, Released, RetryIn
+from outbox.core.backoff import DATABASE, TRANSPORT
 from outbox.core.durations import in_words
 from outbox.core.errors import described
 from outbox.core.events import (
@@ -23,6 +26,7 @@ from outbox.core.events import (
     Handled,
     HookFailed,
     LeaseWasLost,
+    Observer,
     Received,
     Recovered,
     Relayed,
@@ -37,7 +41,6 @@ from outbox.core.events import (
     Unsettled,
 )
 from outbox.core.message import Message
-from outbox.core.outage import DATABASE, TRANSPORT
 from outbox.core.printing import printable
 from outbox.observers.outages import Outages, missing
 
@@ -55,6 +58,29 @@ def _escape_arguments(record: logging.LogRecord) -> bool:
 
 
 logger.addFilter(_escape_arguments)
+
+
+class Observers:
+    """Several observers as one. An observer's error is logged and forgotten: it must not stop the work it watches."""
+
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        self._observers = tuple(observers)
+
+    def __call__(self, event: Event) -> None:
+        for observer in self._observers:
+            try:
+                observer(event)
+            except Exception:
+                logger.exception("the observer %r failed", observer)
+
+    @contextmanager
+    def joined_by(self, observer: Observer) -> Iterator[None]:
+        """Let one more hear what happens within this block."""
+        self._observers = (*self._observers, observer)
+        try:
+            yield
+        finally:
+            self._observers = tuple(each for each in self._observers if each is not observer)
 
 
 class LoggingObserver:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 
+from outbox.core.backoff import DATABASE
 from outbox.core.events import Recovered, Troubled
-from outbox.core.outage import DATABASE
 from outbox.core.reaching import is_unreachable
 
 AGAIN_AFTER = 60.0  # seconds between two lines about the same outage

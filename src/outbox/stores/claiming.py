@@ -25,11 +25,10 @@ from outbox.stores.dialect import SqlDialect
 from outbox.stores.lost_claims import LostClaims
 from outbox.stores.rows import EXPIRATION_PASSED, ClaimedRow, as_attempts, as_seconds, history_line
 from outbox.stores.runner import Runner, fetched
-from outbox.stores.selecting import SqlSelecting, Tokens
+from outbox.stores.selecting import SqlSelecting, Tokens, Weight
 from outbox.stores.settling import Fetch, SqlSettling, Token
 from outbox.stores.tables import NOT_ROUTED, Tables
 from outbox.stores.wakeup import Wakeup
-from outbox.stores.weights import Weight
 
 RENEW_AFTER = 1 / 3  # of the lease
 RENEW_SOONER = 1 / 5  # where a listener's transaction, which may take three quarters of a lease, holds up all renewals

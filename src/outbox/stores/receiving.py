@@ -4,88 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, DateTime, String, bindparam, exists, insert, select
+from sqlalchemy import Connection
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError
 
-from outbox.core.attempt import Reason
-from outbox.core.kept_property import kept_property
 from outbox.core.message import Message
-from outbox.core.store import Receipt, Reception, Rows, Seal, Statement
-from outbox.stores.dialect import SqlDialect
+from outbox.core.store import Receipt, Seal
+from outbox.stores.callers import PlacingStatements
 from outbox.stores.inbox import SealsBroken, SqlInbox
-from outbox.stores.rows import GIVEN, history_line, placed_row
+from outbox.stores.rows import placed_row
 from outbox.stores.runner import Runner
-from outbox.stores.tables import Tables
 from outbox.stores.wakeup import Wakeup
 
 _ABOUT_VALUES = ("22", "23")  # SQLSTATE's classes for data that cannot be kept
-
-
-class PlacingStatements:
-    """Statements that store messages in their queues."""
-
-    def __init__(self, tables: Tables, dialect: SqlDialect) -> None:
-        self._tables = tables
-        self._dialect = dialect
-
-    def place_all(self, connection: Connection, rows: Rows) -> None:
-        """Write messages that have their queues, as one batch."""
-        connection.execute(self.place, rows)
-
-    def reception(self, queue: str, message: Message) -> Reception:
-        """The statements for one message, in somebody else's transaction."""
-        placed = placed_row(queue, message)
-
-        def bury(reason: Reason, error: str) -> Statement:
-            because = {"reason": reason.value, "error": error, "history": history_line("not delivered", error)}
-            return self._bury, [placed | because]
-
-        return Reception(
-            enter=(self._enter, [{"queue": queue, "message_id": message.id}]),
-            place=(self.place, [placed]),
-            place_if_bound=(self._place_if_bound, [placed]),
-            bury=bury,
-        )
-
-    @kept_property
-    def _enter(self) -> Any:
-        entry = self._dialect.ignoring(self._tables.inbox).values(entered_at=self._dialect.clock())
-        return entry.execution_options(preserve_rowcount=True)
-
-    @kept_property
-    def place(self) -> Any:
-        """Stores messages in their queues, due at once."""
-        placing = insert(self._tables.messages).values(self._in_queue()).inline()
-        return placing.execution_options(preserve_rowcount=True)
-
-    @kept_property
-    def _place_if_bound(self) -> Any:
-        bindings = self._tables.bindings
-        columns = self._as_given() | self._in_queue()
-        bound = exists().where(bindings.c.queue == bindparam("queue", type_=String))
-        source = select(*columns.values()).where(bound)
-        placing = insert(self._tables.messages).from_select(list(columns), source)
-        return placing.execution_options(preserve_rowcount=True)
-
-    @kept_property
-    def _bury(self) -> Any:
-        died = {"died_at": self._dialect.clock()}
-        burying = insert(self._tables.dead_letters).values(self._in_queue() | died).inline()
-        return burying.execution_options(preserve_rowcount=True)
-
-    def _in_queue(self) -> dict[str, ColumnElement[Any]]:
-        return {
-            "destination": bindparam("queue", type_=String),
-            "expires_at": bindparam("expires", type_=DateTime(timezone=True)),
-            "due_at": self._dialect.clock(),
-            "routed_at": self._dialect.clock(),
-        }
-
-    def _as_given(self) -> dict[str, ColumnElement[Any]]:
-        columns = self._tables.messages.c
-        return {name: bindparam(name, type_=columns[name].type) for name in GIVEN}
 
 
 class SqlReceiving:

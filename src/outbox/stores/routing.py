@@ -1,9 +1,9 @@
-"""SqlRouting: gives due messages their queues, by the bindings of the same moment."""
+"""SqlQueues: everything that concerns queues, and how due messages get theirs, by the bindings of the same moment."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import (
@@ -24,18 +24,23 @@ from sqlalchemy import (
 )
 
 from outbox.core.attempt import Dead
-from outbox.core.binding import first_match
+from outbox.core.binding import Binding, first_match
 from outbox.core.durations import NO_DELAY
 from outbox.core.kept_property import kept_property
-from outbox.core.store import DISCARD, Routing, Selection, Suspected, Wanted
+from outbox.core.message import Message
+from outbox.core.store import DISCARD, Lease, Receipt, Routing, Seal, Selection, Suspected, Wanted
 from outbox.stores.bindings import SqlBindings, locked_version
+from outbox.stores.callers import PlacingStatements
 from outbox.stores.claiming import SqlClaim, SqlFeed
 from outbox.stores.dialect import SqlDialect
 from outbox.stores.leases import one_more
-from outbox.stores.rows import FOUND, QUEUE, ClaimedRow, history_line
+from outbox.stores.receiving import SqlReceiving
+from outbox.stores.rows import FOUND, QUEUE, ClaimedRow, history_line, placed_row
 from outbox.stores.runner import Runner
 from outbox.stores.selecting import SqlSelecting, StraightRoute, Tokens
+from outbox.stores.settling import SqlSettling
 from outbox.stores.tables import MESSAGE_COLUMNS, Tables
+from outbox.stores.wakeup import Wakeup
 
 MOST_KNOWN = 200  # routing keys that a statement is told the queues of; keys may hold ids, and have no end
 LONGEST_PAUSE = 300  # seconds between two looks at a message that no binding matches
@@ -251,3 +256,57 @@ def moved(dialect: SqlDialect, queue: ColumnElement[Any]) -> dict[str, Any]:
         "unroutable": False,
         "attempts": 0,
     }
+
+
+class SqlQueues:
+    """Bindings, messages on their way into queues, and the end of many of them at once."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        *,
+        bindings: SqlBindings,
+        routing: SqlRouting,
+        receiving: SqlReceiving,
+        placing: PlacingStatements,
+        settling: SqlSettling,
+        wakeup: Wakeup,
+    ) -> None:
+        self._runner = runner
+        self._bindings = bindings
+        self._routing = routing
+        self._receiving = receiving
+        self._placing = placing
+        self._settling = settling
+        self._wakeup = wakeup
+
+    async def bind(self, bindings: Sequence[Binding]) -> None:
+        await self._bindings.bind(bindings)
+
+    async def unbind(self, queue: str, binding_key: str | None = None) -> int:
+        return await self._bindings.unbind(queue, binding_key)
+
+    async def bindings(self) -> list[Binding]:
+        return await self._runner.look(self._bindings.read)
+
+    def route(
+        self, limit: int, unroutable: Mapping[str, str], wanted: Mapping[str, Wanted] | None = None
+    ) -> Coroutine[Any, Any, Routing]:
+        return self._routing.route(limit, unroutable, wanted or {})
+
+    async def deliver(self, messages: Sequence[Message], destinations: Mapping[str, Sequence[str]]) -> None:
+        rows = [placed_row(queue, message) for message in messages for queue in destinations.get(message.id, ())]
+        if rows:
+            await self._runner.transact(lambda connection: connection.execute(self._placing.place, rows))
+            self._wakeup.announce(*{row["queue"] for row in rows})
+
+    def receive(
+        self, queue: str, messages: Sequence[Message], *, also: str | None = None, seals: Sequence[Seal] = ()
+    ) -> Coroutine[Any, Any, Receipt]:
+        return self._receiving.receive(queue, messages, also, seals)
+
+    def complete(self, connection: Connection, leases: Sequence[Lease]) -> set[int]:
+        return self._settling.complete(connection, leases)
+
+    def announce(self, *destinations: str | None) -> None:
+        self._wakeup.announce(*destinations)

@@ -14,9 +14,8 @@ from outbox.core.dead_letter import DeadLetter
 from outbox.core.durations import EARLIEST, LATEST, OLDEST
 from outbox.core.history import LONGEST_HISTORY as LONGEST_HISTORY
 from outbox.core.history import history_line as history_line
-from outbox.core.message import LARGEST_HEADERS, Message, remade
+from outbox.core.message import LARGEST_HEADERS, MOST_IDS, Message, remade
 from outbox.core.store import StoredMessage
-from outbox.core.tracking import MOST_IDS
 from outbox.stores.tables import NOT_ROUTED
 
 EXPIRATION_PASSED = "its expiration passed"  # what a history says of it

@@ -2,16 +2,101 @@
 
 from __future__ import annotations
 
+import select
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from typing import Any, ClassVar, TypeVar
+from weakref import WeakSet
 
-from sqlalchemy import Connection, Executable
+from sqlalchemy import Connection, Engine, Executable, Pool, event
+from sqlalchemy.exc import InvalidatePoolError
 
-from outbox.core.finish import finish
+from outbox.core.forks import forget_after_fork, lead_nowhere
+from outbox.core.loops import finish
 from outbox.stores.dialect import SqlDialect
 from outbox.stores.tables import Tables
+
+# Sockets: those of our own connections, which a forked child must not speak over.
+# Two processes on one socket mix up their transactions. In a child each of them leads nowhere from the beginning, also
+# for a session that was open when the process forked: its next statement fails instead of reaching the parent's
+# transaction. The server sees the end of the connection when the parent ends it.
+
+
+class _Connections:
+    """All connections of our own in this process."""
+
+    def __init__(self) -> None:
+        self._records: WeakSet[Any] = WeakSet()
+
+    def add(self, connection: Any, record: Any) -> None:
+        self._records.add(record)
+
+    def forked(self) -> None:
+        for record in list(self._records):
+            with suppress(Exception):  # it is closed
+                lead_nowhere(descriptor(record.driver_connection))
+
+
+_connections = _Connections()
+forget_after_fork(_connections)
+
+
+def cut_in_children(connecting: Engine | Pool) -> None:
+    """Let connections of our own lead nowhere in forked children."""
+    event.listen(connecting, "connect", _connections.add)
+
+
+def descriptor(driver_connection: Any) -> int:
+    """The number of a connection's socket. asyncpg's can be had from its transport only."""
+    if hasattr(driver_connection, "fileno"):
+        number: int = driver_connection.fileno()
+    else:
+        number = driver_connection._transport.get_extra_info("socket").fileno()
+    return number
+
+
+# Idle: a connection about which there is doubt is asked whether it still leads anywhere, before it is given out.
+# SQLAlchemy would ask each time, and a question takes as long as the transaction that it precedes. A server that goes
+# away closes its connections, which can be seen here without asking: there is something to read where nobody was
+# asked.
+
+LONGEST_TRUST = 10.0  # seconds since it was last used after which something on the way may have forgotten it
+
+_USED_AT = "outbox used at"
+
+
+def ask_the_doubtful(engine: Engine) -> None:
+    """Let the engine's pool replace connections that have died, all of them when one is found."""
+
+    def given_back(connection: Any, record: Any) -> None:
+        record.info[_USED_AT] = time.monotonic()
+
+    def given_out(connection: Any, record: Any, proxy: Any) -> None:
+        used_at = record.info.get(_USED_AT)  # none: it was just made
+        is_spare = proxy._pool is not engine.pool  # pools that are made like this one have its events
+        if used_at is None or is_spare:
+            return
+        if time.monotonic() - used_at < LONGEST_TRUST and _is_quiet(record.driver_connection):
+            return
+        try:
+            engine.dialect.do_ping(connection)
+        except engine.dialect.loaded_dbapi.Error as error:
+            raise InvalidatePoolError from error
+
+    event.listen(engine, "checkin", given_back)
+    event.listen(engine, "checkout", given_out)
+
+
+def _is_quiet(driver_connection: Any) -> bool:
+    """Whether nothing came since the last answer: neither the end nor anything else."""
+    with suppress(Exception):  # a closed one has no number any more, in each driver's own words
+        waiting = select.poll()
+        waiting.register(descriptor(driver_connection), select.POLLIN)
+        return not waiting.poll(0)
+    return False
+
 
 Result = TypeVar("Result")
 

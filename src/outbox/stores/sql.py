@@ -11,7 +11,7 @@ from outbox.core.durations import Retention
 from outbox.core.store import AnyEngine
 from outbox.stores.bindings import SqlBindings
 from outbox.stores.burying import SqlBurying
-from outbox.stores.callers import CallerConnections
+from outbox.stores.callers import CallerConnections, PlacingStatements, SqlTransactions, SqlWriting
 from outbox.stores.circuits import SqlCircuits
 from outbox.stores.claiming import SqlFeed
 from outbox.stores.dead_letters import SqlDeadLetters
@@ -19,19 +19,14 @@ from outbox.stores.dialect import SqlDialect
 from outbox.stores.inbox import SqlInbox
 from outbox.stores.maintenance import SqlMaintenance
 from outbox.stores.owners import SqlOwners
-from outbox.stores.preping import ask_the_doubtful
 from outbox.stores.queries import SqlInspection
-from outbox.stores.queues import SqlQueues
-from outbox.stores.receiving import PlacingStatements, SqlReceiving
-from outbox.stores.routing import SqlRouting
-from outbox.stores.runner import Runner
+from outbox.stores.receiving import SqlReceiving
+from outbox.stores.routing import SqlQueues, SqlRouting
+from outbox.stores.runner import Runner, ask_the_doubtful, cut_in_children
 from outbox.stores.selecting import SqlSelecting
 from outbox.stores.settling import SqlSettling
-from outbox.stores.sockets import cut_in_children
 from outbox.stores.tables import Tables
-from outbox.stores.transactions import SqlTransactions
 from outbox.stores.wakeup import Wakeup
-from outbox.stores.writing import SqlWriting
 
 
 class SqlStore:
@@ -100,8 +95,8 @@ class SqlStore:
         burying = self.burying_class(tables, dialect)
         settling = self.settling_class(tables, dialect, callers, clean_up_after)
         bindings = SqlBindings(*parts, wakeup)
-        self.writing = SqlWriting(tables, dialect, callers, placing)
         self.transactions = SqlTransactions(dialect, runner)
+        self.writing = SqlWriting(tables, dialect, callers, self.transactions, placing)
         self.feed = SqlFeed(
             *parts, callers=callers, selecting=selecting, settling=settling, burying=burying, wakeup=wakeup
         )

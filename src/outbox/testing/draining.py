@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import AsyncExitStack
 from datetime import timedelta
 
-from outbox.core.cancellation import ABANDONED
 from outbox.core.dead_letter import DeadLetter, DeadLetters
 from outbox.core.durations import NO_DELAY, Seconds, as_delay
 from outbox.core.errors import ConfigurationError
 from outbox.core.listener import Listener, check_listeners
+from outbox.core.loops import ABANDONED
 from outbox.core.transport import Delivery, Transport
 from outbox.inbound.threads import Threads
 from outbox.inbound.worker import CANCELLED_ENDS_WITHIN

@@ -14,9 +14,8 @@ from outbox.core import body as bodies
 from outbox.core.durations import NO_DELAY, Eta, Seconds, as_due, as_lifetime
 from outbox.core.errors import TransactionError
 from outbox.core.message import Message
-from outbox.outbound.sessions.lookup import transaction_of
-from outbox.outbound.sessions.session_types import AnySession, PlainSession
-from outbox.outbound.sessions.transaction import CallersTransaction, SqlalchemyTransaction, WrittenMessages, written
+from outbox.outbound.emitter import SqlalchemyTransaction, WrittenMessages, awaited, transaction_of, written
+from outbox.outbound.sessions import AnySession, CallersTransaction, PlainSession
 from outbox.stores.rows import as_message
 from outbox.testing.sql import sql_store
 
@@ -60,7 +59,7 @@ class Emission:
 async def emitted(session: AnySession) -> list[Emission]:
     """What the session's open transaction has emitted so far, in this order. Nothing after its commit or rollback."""
     transaction = transaction_of(session, awaits=True)
-    return await transaction.run(_emitted, transaction)
+    return await awaited(transaction, _emitted, transaction)
 
 
 def emitted_sync(session: PlainSession) -> list[Emission]:

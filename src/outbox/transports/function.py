@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
-from outbox.core.cancellation import cancelled_from_outside
 from outbox.core.errors import described
+from outbox.core.loops import cancelled_from_outside
 from outbox.core.message import Message
 from outbox.core.transport import Features, Published, Refusal, Report, Transport, unreported
 

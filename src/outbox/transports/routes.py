@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from urllib.parse import urlsplit
 
+from outbox.core.backoff import TRANSPORT
 from outbox.core.binding import check_name
 from outbox.core.errors import ConfigurationError
 from outbox.core.events import Event, Observer, Recovered, Troubled
 from outbox.core.message import Message
-from outbox.core.outage import TRANSPORT
 from outbox.core.transport import Features, Published, Report, Route, Transport, unreported
 
 

@@ -1,10 +1,11 @@
-"""PostgresqlDialect: how PostgreSQL spells it, and what its drivers know."""
+"""PostgresqlDialect: how PostgreSQL spells it, and what its drivers and its server know of a transaction."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from sqlalchemy import (
     ARRAY,
@@ -34,19 +35,76 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects.postgresql import JSON
 from sqlalchemy.dialects.postgresql import insert as postgresql_insert
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.pool import Pool
 from sqlalchemy.types import TypeEngine
 
 from outbox.core.diagnosis import Finding
-from outbox.core.driver_use import query_counter
 from outbox.core.durations import LATEST, OLDEST
 from outbox.core.store import Difference
-from outbox.core.transaction_state import TransactionState
+from outbox.core.transaction_state import TransactionState, libpq_state, query_counter
+from outbox.stores.callers import IN_FAILED_TRANSACTION
 from outbox.stores.dialect import SqlDialect
-from outbox.stores.postgresql import examination, state
-from outbox.stores.postgresql.pgbouncer import unprepared
-from outbox.stores.postgresql.schema_check import PostgresqlCheck, as_array, present_tables
-from outbox.stores.postgresql.snapshots import Snapshots
+from outbox.stores.postgresql import examination
+from outbox.stores.postgresql.connection import as_array, unprepared
+from outbox.stores.postgresql.schema_check import PostgresqlCheck, present_tables
 from outbox.stores.tables import PartialIndexes, Tables
+
+KEEPING = ("REPEATABLE READ", "SERIALIZABLE")
+
+
+class Snapshots:
+    """Knows what transactions are like, where nothing else is said, for each pool of connections."""
+
+    def __init__(self) -> None:
+        self._usual: WeakKeyDictionary[Pool, bool] = WeakKeyDictionary()
+
+    def are_kept(self, connection: Connection) -> bool:
+        """Asks the server once for each pool: its role, its database or its engine may say what is usual there."""
+        level = connection.get_execution_options().get("isolation_level")
+        if level is not None:
+            return _keeps(level)
+        pool = connection.engine.pool
+        usual = self._usual.get(pool)
+        if usual is None:
+            usual = self._usual[pool] = _keeps(connection.get_isolation_level())
+        return usual
+
+
+def _keeps(level: str) -> bool:
+    return level.upper().replace("_", " ") in KEEPING
+
+
+def state_of(connection: Connection) -> TransactionState:
+    """The state of a connection. asyncpg says of an aborted transaction that it is open."""
+    pooled: Any = connection.connection
+    driver = pooled.driver_connection
+    if not hasattr(driver, "is_in_transaction"):
+        return libpq_state(driver) if hasattr(driver, "info") else TransactionState.UNKNOWN
+    if driver.is_closed():
+        return TransactionState.UNKNOWN
+    if driver.is_in_transaction():
+        return TransactionState.OPEN
+    return TransactionState.AUTOCOMMIT if pooled.dbapi_connection.autocommit else TransactionState.IDLE
+
+
+def is_aborted(connection: Connection, *, in_doubt: bool) -> bool:
+    """Whether COMMIT would be answered by ROLLBACK. Asks the server if there is doubt and the driver cannot say."""
+    driver: Any = connection.connection.driver_connection
+    if hasattr(driver, "is_in_transaction"):
+        return in_doubt and state_of(connection) is TransactionState.OPEN and _refuses(connection)
+    return state_of(connection) is TransactionState.ABORTED
+
+
+def _refuses(connection: Connection) -> bool:
+    try:
+        connection.exec_driver_sql("SELECT 1")
+    except DBAPIError as error:
+        if getattr(error.orig, "sqlstate", None) == IN_FAILED_TRANSACTION:
+            return True
+        raise
+    return False
+
 
 _CONFLICTS = ("40001", "40P01")  # a serialization failure, a deadlock
 _UNDEFINED_TABLE = "42P01"  # a schema that is not there is one too
@@ -126,13 +184,13 @@ class PostgresqlDialect(PartialIndexes, SqlDialect):
         return self._snapshots.are_kept(connection)
 
     def driver_state_of(self, connection: Connection) -> TransactionState:
-        return state.state_of(connection)
+        return state_of(connection)
 
     def query_counter(self, connection: Connection) -> Callable[[], int] | None:
         return query_counter(connection)
 
     def is_aborted(self, connection: Connection, *, in_doubt: bool) -> bool:
-        return state.is_aborted(connection, in_doubt=in_doubt)
+        return is_aborted(connection, in_doubt=in_doubt)
 
     # Tables.
 

@@ -9,8 +9,8 @@ from sqlalchemy import Connection, String, bindparam, text
 
 from outbox.core.diagnosis import Finding, Level
 from outbox.core.durations import in_words
+from outbox.stores.postgresql.connection import as_array
 from outbox.stores.postgresql.roles import revoke_insert
-from outbox.stores.postgresql.schema_check import as_array
 from outbox.stores.tables import Tables
 
 LONG_OPEN = timedelta(minutes=5)  # a transaction that is open for longer does harm

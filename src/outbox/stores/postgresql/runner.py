@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from sqlalchemy import Connection, Executable
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from outbox.core.errors import ConfigurationError
-from outbox.core.finish import finish
-from outbox.core.loops import LoopLocal
+from outbox.core.loops import LoopLocal, finish
 from outbox.stores.dialect import SqlDialect
 from outbox.stores.postgresql import notifying_thread
-from outbox.stores.postgresql.connection import fetched
-from outbox.stores.postgresql.direct import DirectConnection
-from outbox.stores.postgresql.notify import Notifier
-from outbox.stores.postgresql.pgbouncer import explained
-from outbox.stores.postgresql.places import Places
-from outbox.stores.postgresql.spare import spare
+from outbox.stores.postgresql.callers import Places
+from outbox.stores.postgresql.connection import DirectConnection, explained, fetched, spare
 from outbox.stores.runner import WORK_WITHIN, Runner
 from outbox.stores.tables import Tables
 
@@ -108,13 +103,25 @@ class PostgresqlRunner(Runner):
         await notifying_thread.thread.run(self.loops.close, GOODBYE)
 
 
+class LoopNotifier(Protocol):
+    """What wakes other processes from one event loop."""
+
+    def notify(self, destinations: set[str]) -> None: ...
+
+    def is_pending(self, destinations: set[str]) -> bool: ...
+
+    async def listen(self, longest: float) -> None: ...
+
+    async def close(self) -> None: ...
+
+
 class PostgresqlLoop:
     """What belongs to one event loop."""
 
     def __init__(self, direct: DirectConnection) -> None:
         self.direct = direct
         self.engines: LoopEngines | None = None
-        self.notifier: Notifier | None = None  # closed first: it uses the others
+        self.notifier: LoopNotifier | None = None  # closed first: it uses the others
 
     async def close(self) -> None:
         if self.notifier is not None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from sqlalchemy import Column, Connection, Index, Row, String, Table, bindparam, text
 from sqlalchemy.dialects.postgresql import OID
 
+from outbox.stores.postgresql.connection import as_array
 from outbox.stores.schema_check import NO_DEFAULT, Check, Gap, LiveColumn, LiveTable, plain_default, shape
 
 _OID = bindparam("table", type_=OID)
@@ -67,14 +68,6 @@ _SCHEMA = text("SELECT count(*) FROM pg_catalog.pg_namespace WHERE nspname = CAS
 
 _TYPES = {"VARCHAR": "character varying"}  # where PostgreSQL has a longer word of its own
 _VACUUM = "autovacuum_enabled"
-
-
-def as_array(values: Iterable[object]) -> str:
-    """A list to bind as text, of numbers or of names of letters, digits and underscores.
-
-    For another type asyncpg asks each new connection what it is, and switches a session's jit for that.
-    """
-    return "{" + ",".join(map(str, values)) + "}"
 
 
 def present_tables(connection: Connection, names: Sequence[str], schema: str | None) -> set[str]:

@@ -1,13 +1,20 @@
-"""PostgresqlSelecting: claims, and routes and claims, in one round trip."""
+"""PostgresqlSelecting: claims, and routes and claims, in one round trip, from where the live rows begin."""
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from operator import itemgetter
 from typing import Any, TypeVar
 
 from sqlalchemy import (
+    ARRAY,
     CTE,
+    BigInteger,
     ColumnElement,
     Connection,
     Executable,
@@ -19,6 +26,7 @@ from sqlalchemy import (
     Uuid,
     any_,
     bindparam,
+    case,
     cast,
     func,
     literal,
@@ -28,21 +36,107 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects.postgresql import JSONB, REGCLASS
 
-from outbox.core.finish import finish
+from outbox.core.durations import EARLIEST
 from outbox.core.kept_property import kept_property
+from outbox.core.loops import finish
 from outbox.core.store import Selection, Suspected
 from outbox.stores.bindings import locked_version
 from outbox.stores.dialect import SqlDialect
-from outbox.stores.postgresql.batches import count, fitting
 from outbox.stores.postgresql.runner import PostgresqlRunner
-from outbox.stores.postgresql.scan_position import ScanPosition
 from outbox.stores.postgresql.wakeup import PostgresqlWakeup
 from outbox.stores.routing import moved
 from outbox.stores.rows import FOUND, ClaimedRow, as_seconds
 from outbox.stores.runner import WORK_WITHIN
-from outbox.stores.selecting import SqlSelecting, StraightRoute, Tokens, due_parameters, lease_parameters
+from outbox.stores.selecting import AIM, SqlSelecting, StraightRoute, Tokens, due_parameters, lease_parameters
 from outbox.stores.tables import NOT_ROUTED, Tables
-from outbox.stores.weights import AIM
+
+# ScanPosition: where in a queue the live rows begin.
+# A row that was handled is dead, and an old transaction somewhere in the database keeps the dead from being removed.
+# Each look for due messages then steps over all of them, from the first. When that has become slow, looks go on from
+# where the last one ended, and only now and then from the very beginning: such a look finds who was overtaken, a
+# message whose transaction took long to commit, or whose lease ran out.
+
+BEGINNING = EARLIEST
+
+SLOW = 0.015  # seconds for a look from the beginning that make it worth its while to ask for the dead
+MANY = 10_000  # dead rows that make it worth its while to remember the head
+RESPITE = 20  # looks from the beginning take at most one part in so many of the time
+SHORTEST_RESPITE = 1.0  # seconds
+OVERTAKEN = timedelta(seconds=0.25)  # how much longer than others a transaction may take and still be met on the way
+
+_due_at = itemgetter(0)
+
+
+@dataclass(slots=True)
+class Scan:
+    """One look for due messages."""
+
+    since: datetime
+    found: Sequence[Any] = ()  # rows that begin with when they were due
+    ended: bool = True  # there was nothing more to find
+
+    @property
+    def bound(self) -> datetime | None:
+        """The same for a statement. None: from the very beginning, where a row of another program may be due."""
+        return None if self.since == BEGINNING else self.since
+
+
+class ScanPosition:
+    """The head of one queue, as this process knows it."""
+
+    def __init__(self) -> None:
+        self._reached = BEGINNING
+        self._from_beginning_at = 0.0
+        self._ask_again_at = 0.0
+        self.in_doubt = False  # whether the dead should be counted
+
+    @contextmanager
+    def looking(self) -> Iterator[Scan]:
+        """Scan from where the live rows begin, or from the beginning if that is cheap or its time has come."""
+        known = time.monotonic() < self._from_beginning_at and self._reached > BEGINNING
+        look = Scan(self._reached - OVERTAKEN if known else BEGINNING)
+        began = time.perf_counter()
+        yield look
+        took = time.perf_counter() - began
+        last = max(map(_due_at, look.found), default=self._reached)
+        if known:
+            self._reached = max(self._reached, last)
+            return
+        self._reached = max(self._reached, last) if look.ended else last
+        if took > SLOW and time.monotonic() > self._ask_again_at:
+            respite = max(SHORTEST_RESPITE, RESPITE * took)
+            self._ask_again_at = time.monotonic() + respite
+            self.in_doubt = True
+
+    def counted(self, dead: int) -> None:
+        """So many dead rows lie in the table."""
+        self.in_doubt = False
+        if dead > MANY:
+            self._from_beginning_at = self._ask_again_at
+
+
+def fitting(found: CTE, chosen: Select[Any]) -> ColumnElement[Any]:
+    """The ids of what was chosen of `due`, up to so many bytes of bodies as `most` says; the first one always.
+
+    Where everything found fits, which is nearly always, that is all there is to add up.
+    """
+    most = bindparam("most", type_=BigInteger)
+    (id,) = chosen.selected_columns
+    running = func.sum(found.c.size).over(order_by=(found.c.due_at, found.c.id), rows=(None, 0)).label("running")
+    summed = select(found.c.id, found.c.size, running).subquery("summed")
+    fits = select(summed.c.id).where((summed.c.running <= most) | (summed.c.running == summed.c.size))
+    everything = select(func.coalesce(func.sum(found.c.size), 0)).scalar_subquery()
+    return case((everything <= most, _array(chosen)), else_=_array(chosen.where(id.in_(fits))))
+
+
+def count(found: CTE) -> ColumnElement[int]:
+    """How many were found."""
+    return select(func.count()).select_from(found).scalar_subquery()
+
+
+def _array(ids: Select[Any]) -> ColumnElement[Any]:
+    return func.array(ids.scalar_subquery(), type_=ARRAY(BigInteger))
+
 
 Found = TypeVar("Found", bound=Sequence[Any])
 

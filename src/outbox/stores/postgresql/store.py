@@ -1,22 +1,88 @@
-"""PostgresqlStore: leases in one statement, wake-ups by NOTIFY from a connection of our own."""
+"""PostgresqlStore: leases in one statement, many messages in one, wake-ups by NOTIFY from a connection of our own."""
 
 from __future__ import annotations
 
-from sqlalchemy import Engine
+from binascii import b2a_base64
+from typing import Any
+
+from sqlalchemy import Connection, DateTime, Engine, Executable, Select, String, Text, delete, func, insert, select
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from outbox.core.durations import Retention
-from outbox.stores.postgresql.burying import PostgresqlBurying
+from outbox.core.kept_property import kept_property
+from outbox.core.store import Rows
+from outbox.stores.burying import KEPT, SAID, SqlBurying
+from outbox.stores.callers import PlacingStatements
 from outbox.stores.postgresql.callers import PostgresqlCallers
 from outbox.stores.postgresql.dialect import PostgresqlDialect
-from outbox.stores.postgresql.receiving import PostgresqlPlacing
 from outbox.stores.postgresql.roles import roles_sql
 from outbox.stores.postgresql.runner import PostgresqlRunner
 from outbox.stores.postgresql.selecting import PostgresqlSelecting
 from outbox.stores.postgresql.wakeup import PostgresqlWakeup
 from outbox.stores.returning import ReturningInbox, ReturningSettling
+from outbox.stores.rows import GIVEN
 from outbox.stores.sql import SqlStore
 from outbox.stores.tables import Tables
+
+
+class PostgresqlBurying(SqlBurying):
+    """Deletes and copies at once."""
+
+    def bury(self, connection: Connection, statement: Select[Any], parameters: dict[str, Any]) -> list[int]:
+        messages, dead_letters = self._tables.messages, self._tables.dead_letters
+        chosen = statement.cte("chosen")
+        gone = (
+            delete(messages)
+            .where(messages.c.id == chosen.c.id)
+            .returning(messages.c.id, *(chosen.c[name] for name in SAID), *(messages.c[name] for name in KEPT))
+            .cte("gone")
+        )
+        source = select(self._dialect.clock(), *(gone.c[name] for name in (*SAID, *KEPT)))
+        buried = insert(dead_letters).from_select(["died_at", *SAID, *KEPT], source).cte("buried")
+        return list(connection.execute(select(gone.c.id).add_cte(buried), parameters).scalars())
+
+
+MOST_AS_JSON = 4 * 1024 * 1024  # bytes of bodies; of larger ones the copies in memory weigh more than the statements
+
+_TYPES: dict[str, Any] = {
+    **dict.fromkeys(GIVEN, Text),
+    "created_at": DateTime(timezone=True),
+    "queue": String,
+    "expires": DateTime(timezone=True),
+}
+
+
+class PostgresqlPlacing(PlacingStatements):
+    """Many messages in one statement."""
+
+    def place_all(self, connection: Connection, rows: Rows) -> None:
+        if sum(len(row["body"]) for row in rows) <= MOST_AS_JSON:
+            connection.execute(self._place_all, {"rows": self._dialect.json([as_record(row) for row in rows])})
+        else:
+            super().place_all(connection, rows)
+
+    @kept_property
+    def _place_all(self) -> Executable:
+        rows = self._dialect.records("rows", _TYPES).alias("placed")
+        columns: dict[str, Any] = {name: rows.c[name] for name in GIVEN} | {
+            "body": func.pg_catalog.decode(rows.c.body, "base64"),
+            "destination": rows.c.queue,
+            "expires_at": rows.c.expires,
+            "due_at": self._dialect.clock(),
+            "routed_at": self._dialect.clock(),
+        }
+        return insert(self._tables.messages).from_select(list(columns), select(*columns.values()))
+
+
+def as_record(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of `placed_row`, as JSON can say it."""
+    expires = row["expires"]
+    return {
+        **row,
+        "body": b2a_base64(row["body"], newline=False).decode(),
+        "created_at": row["created_at"].isoformat(),
+        "expires": expires and expires.isoformat(),
+    }
 
 
 class PostgresqlStore(SqlStore):

@@ -46,9 +46,8 @@ from outbox.core.store import Difference
 from outbox.core.transaction_state import TransactionState
 from outbox.stores.dialect import SqlDialect
 from outbox.stores.rows import as_utc
-from outbox.stores.sqlite import examination, state
-from outbox.stores.sqlite.engines import begin_first, in_memory, prepare
-from outbox.stores.sqlite.files import files
+from outbox.stores.sqlite import examination
+from outbox.stores.sqlite.engines import begin_first, files, in_memory, is_rolled_back, prepare, state_of
 from outbox.stores.sqlite.schema_check import SqliteCheck
 from outbox.stores.tables import PartialIndexes, Tables
 
@@ -131,10 +130,10 @@ class SqliteDialect(PartialIndexes, SqlDialect):
         return getattr(error, "sqlite_errorcode", 0) & 0xFF in _CONFLICTS  # what is above says which kind
 
     def driver_state_of(self, connection: Connection) -> TransactionState:
-        return state.state_of(connection)
+        return state_of(connection)
 
     def is_aborted(self, connection: Connection, *, in_doubt: bool) -> bool:
-        return state.is_rolled_back(connection)
+        return is_rolled_back(connection)
 
     def isolation(self, level: str) -> Mapping[str, Any]:
         return {}  # every transaction is serializable, and that is more than any level asks for

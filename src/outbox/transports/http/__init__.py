@@ -16,9 +16,9 @@ import aiohttp
 from aiohttp.abc import AbstractResolver
 
 from outbox.core import cloudevents, webhooks
-from outbox.core.cancellation import cancelled_from_outside
 from outbox.core.durations import Seconds, as_lifetime, configured
 from outbox.core.errors import ConfigurationError, described
+from outbox.core.loops import cancelled_from_outside
 from outbox.core.message import Message
 from outbox.core.transport import Defaults, Features, Published, Refusal, Report, Transport, unreported
 from outbox.transports.http.answers import is_taken, refusal

@@ -15,12 +15,12 @@ from aiormq.exceptions import ChannelAccessRefused
 from yarl import URL
 
 from outbox.core.binding import Binding
-from outbox.core.cancellation import cancelled_from_outside
 from outbox.core.diagnosis import Finding, fresh_dead_letters
 from outbox.core.durations import NO_DELAY
 from outbox.core.errors import ConfigurationError, TransportClosed, TransportUnavailable, WrongEventLoop
 from outbox.core.events import Advised
 from outbox.core.listener import Listener
+from outbox.core.loops import cancelled_from_outside
 from outbox.core.message import Message
 from outbox.core.store import QueueBacklog
 from outbox.core.transport import (

@@ -11,7 +11,7 @@ import aiormq
 from aiormq.abc import AbstractChannel, AbstractConnection, DeliveredMessage
 from pamqp import commands
 
-from outbox.core.cancellation import cancelled_from_outside
+from outbox.core.loops import cancelled_from_outside
 from outbox.transports.rabbitmq.channel import Ended, Incoming, Lost, cancelled
 from outbox.transports.rabbitmq.confirms import BrokerAnswer, Outgoing
 from outbox.transports.rabbitmq.frames import ANSWER_WITHIN, USUAL_FRAME, consumer_tags, lowest_free, version_of

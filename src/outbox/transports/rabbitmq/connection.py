@@ -12,10 +12,9 @@ from datetime import timedelta
 
 import aiormq
 
-from outbox.core.backoff import Backoff
+from outbox.core.backoff import TRANSPORT, Backoff, Outage
 from outbox.core.errors import ConfigurationError, TransportClosed, TransportUnavailable
 from outbox.core.events import Observer
-from outbox.core.outage import TRANSPORT, Outage
 from outbox.transports.rabbitmq.channel import BrokerConnection, Ended, Lost
 
 CONNECT_WITHIN = 5.0  # seconds for the socket, the handshake and the login together

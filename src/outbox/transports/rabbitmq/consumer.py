@@ -15,13 +15,12 @@ from datetime import timedelta
 from typing import Any
 
 from outbox.core.attempt import Attempt, Dead, Reason, Released
-from outbox.core.backoff import Backoff
+from outbox.core.backoff import TRANSPORT, Backoff, Outage
 from outbox.core.durations import NO_DELAY
 from outbox.core.errors import ConfigurationError, TransportClosed, TransportUnavailable
 from outbox.core.events import Handled, Observer
 from outbox.core.listener import Listener
 from outbox.core.message import LARGEST_BODY
-from outbox.core.outage import TRANSPORT, Outage
 from outbox.core.settlement import Settlement
 from outbox.core.transport import Consumer
 from outbox.transports.rabbitmq.channel import CANCELLATIONS, BrokerConnection, Channel, Incoming, Lost

@@ -13,9 +13,8 @@ from pamqp.header import ContentHeader
 
 from outbox.core.attempt import Attempt, Dead, Outcome
 from outbox.core.errors import Undecodable
-from outbox.core.message import BYTES, Message
+from outbox.core.message import BYTES, Message, new_id
 from outbox.core.settlement import Settlement
-from outbox.core.tracking import new_id
 from outbox.core.transport import Delivery
 from outbox.transports.rabbitmq.channel import Incoming
 from outbox.transports.rabbitmq.envelope import Envelope

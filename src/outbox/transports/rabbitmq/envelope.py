@@ -23,8 +23,7 @@ from outbox.core.headers import (
     is_ours,
     is_reserved,
 )
-from outbox.core.message import BYTES, Message, remade
-from outbox.core.tracking import kept, new_id
+from outbox.core.message import BYTES, Message, kept, new_id, remade
 from outbox.transports.rabbitmq.channel import Incoming
 from outbox.transports.rabbitmq.headers import (
     ATTEMPT,

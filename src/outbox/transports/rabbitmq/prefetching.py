@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 
-from outbox.core.prefetch import Prefetch
+from outbox.core.backoff import Prefetch
 
 GROWTH = 4
 MOST_ROOM = 50_000  # suspected messages that wait for an isolated run, beside the prefetch

@@ -7,13 +7,11 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
-from outbox.core.backoff import Backoff
+from outbox.core.backoff import TRANSPORT, Backoff, Outage
 from outbox.core.durations import NO_DELAY
 from outbox.core.errors import ConfigurationError, TransportUnavailable
 from outbox.core.events import Observer
-from outbox.core.message import Message
-from outbox.core.outage import TRANSPORT, Outage
-from outbox.core.tracking import new_id
+from outbox.core.message import Message, new_id
 from outbox.core.transport import Refusal
 from outbox.transports.rabbitmq.confirms import BrokerAnswer, Outgoing
 from outbox.transports.rabbitmq.envelope import Envelope

@@ -1,25 +1,145 @@
-"""Drivers: the caller's transaction on a driver's own connection, without SQLAlchemy's.
-
-The statement is the store's own, compiled once for each driver. A further driver is a further class in `DRIVERS`.
-"""
+"""Sessions: what a message can be emitted on, and the caller's transaction on a driver's own connection."""
 
 from __future__ import annotations
 
 import sys
-from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import closing
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any, ClassVar, Protocol, TypeVar
 
-from sqlalchemy import Dialect, Executable
+from sqlalchemy import Connection, Dialect, Executable
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_session
+from sqlalchemy.orm import Session, scoped_session
 from sqlalchemy.util import await_only
 
 from outbox.core.errors import TransactionError
 from outbox.core.message import Message, Schedule
 from outbox.core.prepared import Parameters, dialect_for, prepare
 from outbox.core.store import Rows, Store
-from outbox.core.transaction_state import TransactionState, begins_by_itself, libpq_state
-from outbox.outbound.sessions.transaction import CallersTransaction
+from outbox.core.transaction_state import TransactionState, begins_by_itself, libpq_state, warn_not_atomic
+
+
+class AsyncpgConnection(Protocol):
+    """A connection of asyncpg, or one that its pool lent."""
+
+    def is_in_transaction(self) -> bool: ...
+
+    def transaction(self) -> Any: ...
+
+
+class AsyncPsycopgConnection(Protocol):
+    """psycopg.AsyncConnection."""
+
+    @property
+    def autocommit(self) -> bool: ...
+
+    @property
+    def pgconn(self) -> Any: ...
+
+    def commit(self) -> Awaitable[None]: ...
+
+
+class PsycopgConnection(Protocol):
+    """psycopg.Connection."""
+
+    @property
+    def autocommit(self) -> bool: ...
+
+    @property
+    def pgconn(self) -> Any: ...
+
+    def commit(self) -> None: ...
+
+
+class AiosqliteConnection(Protocol):
+    """aiosqlite.Connection."""
+
+    @property
+    def in_transaction(self) -> bool: ...
+
+    @property
+    def isolation_level(self) -> str | None: ...
+
+    def commit(self) -> Awaitable[None]: ...
+
+
+class SqliteConnection(Protocol):
+    """sqlite3.Connection."""
+
+    @property
+    def in_transaction(self) -> bool: ...
+
+    @property
+    def isolation_level(self) -> str | None: ...
+
+    def commit(self) -> None: ...
+
+
+class DjangoConnection(Protocol):
+    """django.db.connection, or one of django.db.connections."""
+
+    @property
+    def vendor(self) -> str: ...
+
+    @property
+    def in_atomic_block(self) -> bool: ...
+
+    def get_autocommit(self) -> bool: ...
+
+
+PlainSession = (
+    Session | Connection | scoped_session[Any] | PsycopgConnection | SqliteConnection | DjangoConnection
+)  # for code without an event loop
+AnySession = (
+    AsyncSession
+    | AsyncConnection
+    | async_scoped_session[Any]
+    | Session
+    | Connection
+    | scoped_session[Any]
+    | AsyncpgConnection
+    | AsyncPsycopgConnection
+    | AiosqliteConnection
+)
+
+
+# Drivers: the caller's transaction on a driver's own connection, without SQLAlchemy's.
+# The statement is the store's own, compiled once for each driver. A further driver is a further class in `DRIVERS`.
+
+Result = TypeVar("Result")
+
+
+class CallersTransaction(ABC):
+    """A transaction of the caller's. Nothing here flushes it, commits it, or begins one of its own."""
+
+    needs_loop: bool  # its statements are awaited
+
+    @property
+    @abstractmethod
+    def dialect(self) -> Dialect:
+        """The dialect of its database; asking opens no connection."""
+
+    @abstractmethod
+    def emit(self, store: Store, messages: Sequence[Message], schedule: Schedule) -> bool:
+        """Write messages; False if the timer already waits."""
+
+    @abstractmethod
+    def cancel(self, store: Store, timer_id: str) -> bool:
+        """Delete the timer if it still waits; says whether it did."""
+
+    @abstractmethod
+    def not_atomic(self, store: Store) -> str | None:
+        """Where nothing would be atomic, and what to do; none if a transaction is open or will be."""
+
+    @abstractmethod
+    def write(self, store: Store, statement: Executable, rows: Rows) -> int:
+        """Execute a store's statement; how many rows it wrote."""
+
+    @abstractmethod
+    def after_commit(self, action: Callable[[], None]) -> None:
+        """Call the action when the transaction has committed, if that can be known."""
 
 
 class DriverTransaction(CallersTransaction):
@@ -36,6 +156,20 @@ class DriverTransaction(CallersTransaction):
     @property
     def dialect(self) -> Dialect:
         return dialect_for(self.dialect_name, self.paramstyle)
+
+    def emit(self, store: Store, messages: Sequence[Message], schedule: Schedule) -> bool:
+        if (where := self.not_atomic(store)) is not None:
+            warn_not_atomic(where)
+        written = self.write(store, *store.writing.insert(messages, schedule))
+        if schedule.timer_id is not None and not written:
+            return False
+        self.after_commit(partial(store.queues.announce, None))
+        return True
+
+    def cancel(self, store: Store, timer_id: str) -> bool:
+        if (where := self.not_atomic(store)) is not None:
+            warn_not_atomic(where)
+        return self.write(store, *store.writing.cancel(timer_id)) > 0
 
     def not_atomic(self, store: Store) -> str | None:
         if self.commits_by_itself():
@@ -65,9 +199,6 @@ class DriverTransaction(CallersTransaction):
         return error
 
     # Drivers tell nobody of the end of a transaction.
-
-    def note(self, store: Store, messages: Sequence[Message], schedule: Schedule) -> None:
-        """Nothing: it could not be forgotten in time."""
 
     def after_commit(self, action: Callable[[], None]) -> None:
         """Nothing: the next look at the table finds what was written."""

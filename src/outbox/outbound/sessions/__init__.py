@@ -1,1 +1,0 @@
-"""Sessions: the transaction of a caller, behind one interface, on any session of SQLAlchemy or driver's connection."""
