@@ -42,8 +42,8 @@ def prepare_tree(tree: Path, python: str) -> str:
     shutil.copytree(ROOT, copied, ignore=_LEFT_OUT, symlinks=True)
     folder = f"srv/environment-{python}"
     _once(tree / folder, LOCK.read_text(), lambda: _fill(tree, folder, python))
-    installed = ["-m", "pip", "install", "-q", "--no-deps", "--no-index", "--no-build-isolation", "-e", "."]
-    if inside(tree, [f"/{folder}/bin/python", *installed], folder=f"/{SOURCES}"):
+    command = _pip(tree, folder, "--no-deps", "--no-index", "--no-build-isolation", "--editable", ".")
+    if inside(tree, command, folder=f"/{SOURCES}"):
         raise CannotEnter("the project could not be installed in the tree; pip's own text is above")
     return f"/{folder}/bin/python"
 
@@ -59,17 +59,23 @@ def _fill(tree: Path, folder: str, python: str) -> None:
     download = [sys.executable, "-m", "pip", "download", "-q", *for_python, *hashed]
     if subprocess.run(download, check=False).returncode:
         raise CannotEnter(f"not every package of {LOCK.name} has a wheel for Python {python}; pip's text is above")
+    found = ["--no-index", "--find-links", f"/srv/{wheels.name}"]
+    listed = ["--no-deps", "--require-hashes", "--requirement", f"/srv/{wheels.name}/{wanted.name}"]
+    # Not every suite has the part of venv that brings pip.
     made = [
-        [f"python{python}", "-m", "venv", "--clear", f"/{folder}"],
-        [
-            *(f"/{folder}/bin/python", "-m", "pip", "install", "-q", "--no-index"),
-            *("--find-links", f"/srv/{wheels.name}", "--no-deps", "--require-hashes"),
-            *("--requirement", f"/srv/{wheels.name}/{wanted.name}"),
-        ],
+        [f"python{python}", "-m", "venv", "--clear", "--without-pip", f"/{folder}"],
+        _pip(tree, folder, *found, *listed),
     ]
     for command in made:
         if inside(tree, command):
             raise CannotEnter(f"no environment of Python {python} could be made in the tree; the text is above")
+
+
+def _pip(tree: Path, folder: str, *arguments: str) -> list[str]:
+    """An install by the suite's own pip, which runs from its wheel on any Python."""
+    wheel = max((tree / "usr/share/python-wheels").glob("pip-*.whl"))
+    program = f"/{wheel.relative_to(tree)}/pip"
+    return [f"/{folder}/bin/python", program, "install", "-q", "--root-user-action=ignore", *arguments]
 
 
 def locked_for(python: str) -> Iterator[str]:

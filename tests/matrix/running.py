@@ -22,21 +22,33 @@ _REPORT = "report-of-the-matrix.xml"
 _NOTHING_RUN = 5  # pytest's exit code where no test was left
 _RAN = (0, 1)  # all passed, or some failed
 
-# Printed by the environment under test, so that the table names what was really there.
+# Run by the environment under test, so that the table names what its tests meet.
 _TELL = """
-import platform, sqlite3, subprocess, glob
+import platform, re, sqlite3, subprocess, sys
 from importlib.metadata import version
-print("Python", platform.python_version())
-print("SQLite", sqlite3.sqlite_version)
-for program in sorted(glob.glob("/usr/lib/postgresql/*/bin/postgres"), key=len):
-    said = subprocess.run([program, "--version"], capture_output=True, text=True).stdout
-    print("PostgreSQL", said.split()[2])
-for folder in glob.glob("/usr/lib/rabbitmq/lib/rabbitmq_server-*"):
-    print("RabbitMQ", folder.rpartition("-")[2])
-for name in ("SQLAlchemy", "pydantic", "typer", "aiosqlite", "asyncpg", "psycopg", "aio-pika", "aiohttp"):
-    print(name, version(name))
+from outbox.testing.servers import PostgreSQL, RabbitMQ, ServerMissing
+from outbox.testing.servers.ladder import find
+with open(sys.argv[1], "w") as file:
+    print("Python", platform.python_version(), file=file)
+    try:
+        programs = find("PostgreSQL", PostgreSQL.LADDER, "")
+        said = subprocess.run([programs.folder / "postgres", "--version"], capture_output=True, text=True).stdout
+        print("PostgreSQL", said.split()[2], file=file)
+        programs = find("RabbitMQ", RabbitMQ.LADDER, "")
+        print("RabbitMQ", re.findall("rabbitmq_server-([0-9.]+)", str(programs.folder))[0], file=file)
+    except ServerMissing:
+        pass
+    print("SQLite", sqlite3.sqlite_version, file=file)
+    for name in ("SQLAlchemy", "pydantic", "typer", "rich", "aiosqlite", "asyncpg", "psycopg", "aio-pika", "aiohttp"):
+        print(name, version(name), file=file)
 """
-_SERVERS = {"postgresql": "PostgreSQL", "rabbitmq": "RabbitMQ", "sqlite": "SQLite", "all": "Python"}
+# What the table names of them, the one in question first.
+_NAMED = {
+    "postgresql": ("PostgreSQL", "Python", "SQLAlchemy"),
+    "rabbitmq": ("RabbitMQ", "Python"),
+    "sqlite": ("SQLite", "Python", "SQLAlchemy"),
+    "all": ("Python", "PostgreSQL", "RabbitMQ", "SQLite", "SQLAlchemy"),
+}
 
 
 @dataclass(frozen=True)
@@ -52,7 +64,8 @@ class Place:
         if self.tree is not None:
             allowed = {"OUTBOX_TEST_DOWNLOADS": "0"}  # the tree has what belongs to its version
             return inside(self.tree, command, folder=f"/{SOURCES}", variables=allowed)
-        return subprocess.run(command, cwd=ROOT, env={**os.environ, **(self.variables or {})}, check=False).returncode
+        surroundings = {"OUTBOX_TEST_DOWNLOADS": "1", **os.environ, **(self.variables or {})}
+        return subprocess.run(command, cwd=ROOT, env=surroundings, check=False).returncode
 
     @property
     def folder(self) -> Path:
@@ -99,21 +112,11 @@ def _place(version: Version) -> Place:
 
 def _found(place: Place, version: Version) -> tuple[str, ...]:
     """The exact versions of what takes part, the one in question first."""
-    listed = "versions-of-the-matrix.txt"
-    file = place.folder / listed
-    # A file and not a pipe: what runs in a tree keeps the terminal.
-    if place.run(
-        ["-c", f"import contextlib\nwith open({listed!r}, 'w') as f, contextlib.redirect_stdout(f):\n exec({_TELL!r})"]
-    ):
+    file = place.folder / "versions-of-the-matrix.txt"
+    if place.run(["-c", _TELL, file.name]):
         raise CannotEnter("its environment does not start; the text is above")
     lines = file.read_text().splitlines()
     file.unlink()
-    first = _SERVERS[version.belongs]
     if version.dependencies != "locked":
-        servers = [line for line in lines if line.split()[0] in _SERVERS.values()]
-        return (version.says, *(line for line in lines if line not in servers), *servers)
-    wanted = [line for line in lines if line.split()[0] in _SERVERS.values() or line.startswith("SQLAlchemy")]
-    return (
-        *(line for line in wanted if line.startswith(first)),
-        *(line for line in wanted if not line.startswith(first)),
-    )
+        return (version.says, *lines)
+    return tuple(line for name in _NAMED[version.belongs] for line in lines if line.split()[0] == name)

@@ -41,22 +41,22 @@ class Version:
     sqlite: str = ""  # a SQLite to build
 
 
-_TOOLS = ("ca-certificates", "openssl", "pgbouncer", "procps", "make", "git")
+_TOOLS = ("python3-pip-whl", "ca-certificates", "openssl", "pgbouncer", "procps", "make", "git")
 
-BOOKWORM = Tree("bookworm", (*_TOOLS, "postgresql-15", "rabbitmq-server", "python3.11-venv"))
-OLDER_POSTGRESQL = Tree("bookworm", (*_TOOLS, "python3.11-venv"), "jammy", ("postgresql-14",))
-NOBLE = Tree("noble", (*_TOOLS, "postgresql-16", "rabbitmq-server", "python3.12-venv"))
+BOOKWORM = Tree("bookworm", (*_TOOLS, "postgresql-15", "rabbitmq-server", "python3.11"))
+OLDER_POSTGRESQL = Tree("bookworm", (*_TOOLS, "python3.11"), "jammy", ("postgresql-14",))
+NOBLE = Tree("noble", (*_TOOLS, "postgresql-16", "rabbitmq-server", "python3.12"))
 TRIXIE = Tree(
     "trixie",
-    (*_TOOLS, "postgresql-17", "rabbitmq-server", "python3.13-venv", "ubuntu-archive-keyring"),
+    (*_TOOLS, "postgresql-17", "rabbitmq-server", "python3.13", "ubuntu-archive-keyring"),
     "bookworm",
-    ("python3.11-venv",),
+    ("python3.11",),
 )
 SID = Tree(
     "sid",
-    (*_TOOLS, "postgresql-18", "rabbitmq-server", "python3.14-venv"),
+    (*_TOOLS, "postgresql-18", "rabbitmq-server", "python3.14"),
     "bookworm",
-    ("python3.11-venv",),
+    ("python3.11",),
 )
 
 VERSIONS = (
