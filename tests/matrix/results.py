@@ -33,7 +33,6 @@ class Result:
     seconds: int
     date: str
     failures: tuple[str, ...] = ()  # names of tests
-    commit: str = ""
 
 
 def counted(report: Path) -> tuple[int, int, int, tuple[str, ...]]:
@@ -74,17 +73,17 @@ def page(text: str, results: Sequence[Result]) -> str:
 
 def table(results: Sequence[Result]) -> list[str]:
     head = "| version | beside it | run | passed | failed | skipped | minutes | date |"
+    known = {result.name: result for result in results}
     rows = [
-        f"| {result.found[0]} | {', '.join(result.found[1:])} | {_what(result)} | {result.passed} | {result.failed} | "
-        f"{result.skipped} | {max(1, round(result.seconds / 60))} | {result.date} |"
-        for result in results
-    ]
-    missing = [
-        f"| {version.says} | | not run | | | | | |"
+        _row(known[version.name]) if version.name in known else f"| {version.says} | | not run | | | | | |"
         for version in VERSIONS
-        if version.name not in {result.name for result in results}
     ]
-    return [head, "|---|---|---|---:|---:|---:|---:|---|", *rows, *missing]
+    return [head, "|---|---|---|---:|---:|---:|---:|---|", *rows]
+
+
+def _row(result: Result) -> str:
+    ended = f"{result.passed} | {result.failed} | {result.skipped} | {max(1, round(result.seconds / 60))}"
+    return f"| {result.found[0]} | {', '.join(result.found[1:])} | {_what(result)} | {ended} | {result.date} |"
 
 
 def failures(results: Iterable[Result]) -> list[str]:
