@@ -26,7 +26,8 @@ def main() -> int:
     if arguments.list:
         say("\n".join(f"{version.name:22}{version.says}" for version in VERSIONS))
         return 0
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends like Ctrl-C, and what was started ends too
+    for number in (signal.SIGINT, signal.SIGTERM):  # both end it in the same way, and what was started ends too
+        signal.signal(number, signal.default_int_handler)
     done: list[Result] = []
     try:
         for version in choose(arguments.names):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import shutil
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -74,7 +77,11 @@ class Place:
 
 def run(version: Version, tests: Sequence[str], workers: int) -> Result:
     """Bring the version up, run its tests, and say how they ended."""
-    place = _place(version)
+    with _place(version) as place:
+        return _run(place, version, tests, workers)
+
+
+def _run(place: Place, version: Version, tests: Sequence[str], workers: int) -> Result:
     found = _found(place, version)
     report = place.folder / _REPORT
     report.unlink(missing_ok=True)
@@ -101,13 +108,31 @@ def run(version: Version, tests: Sequence[str], workers: int) -> Result:
     )
 
 
-def _place(version: Version) -> Place:
+@contextmanager
+def _place(version: Version) -> Iterator[Place]:
     if version.tree is not None:
         namespaces.check()
         tree = tree_of(version.tree)
-        return Place(prepare_tree(tree, version.python), tree)
+        with _alone_in(tree):
+            yield Place(prepare_tree(tree, version.python), tree)
+        return
     variables = {"LD_LIBRARY_PATH": str(library_of(version.sqlite))} if version.sqlite else {}
-    return Place(prepare_machine(version.dependencies), None, variables)
+    yield Place(prepare_machine(version.dependencies), None, variables)
+
+
+@contextmanager
+def _alone_in(tree: Path) -> Iterator[None]:
+    """One run at a time in a tree; what its servers left behind when they were killed goes with it."""
+    with (tree / "srv/lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CannotEnter(f"another run is in {tree.name}") from None
+        try:
+            yield
+        finally:
+            for left in (tree / "tmp").iterdir():  # nothing is mounted there: a run's mounts are its own
+                shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
 
 
 def _found(place: Place, version: Version) -> tuple[str, ...]:
