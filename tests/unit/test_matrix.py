@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from outbox.stores.sqlite.version import OLDEST
+from outbox.stores.sqlite.engines import OLDEST
 from tests.matrix import results
 from tests.matrix.environments import locked_for
 from tests.matrix.namespaces import CannotEnter, check

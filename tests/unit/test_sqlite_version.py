@@ -8,7 +8,7 @@ import pytest
 
 from outbox import Outbox
 from outbox.core.errors import ConfigurationError
-from outbox.stores.sqlite.version import OLDEST, check_version
+from outbox.stores.sqlite.engines import OLDEST, check_version
 
 
 def test_an_older_library_is_refused_at_the_start_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

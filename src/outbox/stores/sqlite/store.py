@@ -23,9 +23,8 @@ from outbox.stores.returning import ReturningInbox, ReturningSelecting, Returnin
 from outbox.stores.sql import SqlStore
 from outbox.stores.sqlite import examination
 from outbox.stores.sqlite.dialect import SqliteDialect
-from outbox.stores.sqlite.engines import busy_timeout, in_memory
+from outbox.stores.sqlite.engines import busy_timeout, check_version, in_memory
 from outbox.stores.sqlite.runner import SqliteRunner, SqliteWakeup
-from outbox.stores.sqlite.version import check_version
 from outbox.stores.tables import Tables
 
 
