@@ -224,8 +224,9 @@ async def declare(stage: Stage) -> None:
 
 @case("Transport.watched", warm=True)
 async def watched(stage: Stage) -> None:
-    async with stage.outbox.transport.watched() as asked:
-        await asked()
+    async with stage.outbox.transport.watched() as health:
+        if health is not None:  # the database's transport has none of its own
+            await health()
 
 
 # Claiming.
