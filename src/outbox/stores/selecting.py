@@ -232,12 +232,12 @@ class SqlSelecting:
     def _told(self, isolated: ColumnElement[Any]) -> list[ColumnElement[Any]]:
         """What is told of leased rows."""
         columns = self._messages.c
-        told: dict[str, ColumnElement[Any]] = {
+        told: dict[str, ColumnElement[Any]] = self._dialect.readable_columns(self._messages) | {
             "due_at": self._dialect.readable(columns.due_at, EARLIEST),
             "expired": columns.expires_at <= self._dialect.now(),
             "isolated": isolated,
         }
-        return [(told[name] if name in told else self._dialect.readable(columns[name])).label(name) for name in CLAIMED]
+        return [told[name].label(name) for name in CLAIMED]
 
 
 def due_parameters(selection: Selection) -> dict[str, Any]:
