@@ -76,8 +76,6 @@ class ClaimedRow(NamedTuple):
 
 CLAIMED = ClaimedRow._fields
 BODY = CLAIMED.index("body")
-FOUND = len(CLAIMED)  # behind it: how many due messages the statement found
-QUEUE = FOUND + 1  # behind that: the queue, where the statement has routed too
 
 
 class UnreadableText(str):
