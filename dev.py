@@ -11,6 +11,8 @@
     python3 dev.py chaos --seed 1            minutes of crashes and cuts, on real servers; no promise may break
     python3 dev.py mutants                   break the library in every way that is written down, and see a test fail
     python3 dev.py mutants name other-name   these mutants alone
+    python3 dev.py matrix                    run the tests on every version of Python, the servers and the dependencies
+    python3 dev.py matrix rabbitmq-4.3       this version alone
 
 The first run makes the virtual environment .venv and installs into it; later runs need no network.
 """
@@ -72,7 +74,15 @@ ON_OLDER_SQLALCHEMY = [
 
 
 def main(arguments: list[str]) -> int:
-    commands = {"demo": demo, "test": test, "lint": lint, "bench": bench, "chaos": chaos, "mutants": mutants}
+    commands = {
+        "demo": demo,
+        "test": test,
+        "lint": lint,
+        "bench": bench,
+        "chaos": chaos,
+        "mutants": mutants,
+        "matrix": matrix,
+    }
     if not arguments or arguments[0] not in commands:
         print(__doc__.strip())
         return 0 if arguments in (["-h"], ["--help"], ["help"]) else 2
@@ -123,6 +133,12 @@ def mutants(arguments: list[str]) -> int:
     environment = Environment(ROOT / ".venv")
     environment.prepare_for_tests()
     return run([environment.python, "-m", "tests.mutants", *arguments])
+
+
+def matrix(arguments: list[str]) -> int:
+    environment = Environment(ROOT / ".venv")
+    environment.prepare_for_tests()
+    return run([environment.python, "-m", "tests.matrix", *arguments])
 
 
 def run_all(environment: Environment, steps: dict[str, list[str]]) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 from sqlalchemy import URL, Engine, make_url
 from sqlalchemy.exc import ArgumentError
@@ -37,6 +37,9 @@ from outbox.environment import (
     whole_number,
 )
 from outbox.stores.tables import LONGEST_SCHEMA, LONGEST_TABLE, check_identifier
+
+# SQLAlchemy 2.0 keeps the name of a database as it stands in the URL, 2.1 decodes it.
+_NAMES_STAY_ENCODED = make_url("sqlite:///a%20b").database == "a%20b"
 
 # Two ways to say the same thing: one in code takes the place of the other from the environment or an earlier setup().
 _INSTEAD = {
@@ -309,7 +312,8 @@ class Settings:
         except (ArgumentError, ValueError):
             return "/outbox"  # what is no URL is refused where the database is used, without showing it
         table = self.table_name if self.schema is None else f"{self.schema}.{self.table_name}"
-        return f"/{quote(Path(url.database or 'memory').name)}/{quote(table)}"
+        name = Path(url.database or "memory").name
+        return f"/{quote(unquote(name) if _NAMES_STAY_ENCODED else name)}/{quote(table)}"
 
     @property
     def seconds_between_looks(self) -> float:

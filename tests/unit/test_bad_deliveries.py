@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator
 from dataclasses import dataclass, field
@@ -78,6 +79,8 @@ JSON_FOR_THE_LOOSE = {
     "null for a number",
     "a fraction for a number",
 }
+if sys.version_info >= (3, 14):  # its parser goes as deep as the stack of the thread allows
+    JSON_FOR_THE_LOOSE.add("lists that close")
 EITHER_WAY = {"a byte order mark"}  # a reader may ignore the mark
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from importlib.metadata import PackageNotFoundError, requires
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from types import ModuleType
 
@@ -43,8 +43,18 @@ def test_every_installation_asks_for_hashes_or_installs_nothing_but_the_project(
         assert '"--require-hashes"' in arguments or '"--no-deps", "--no-build-isolation", "--editable"' in arguments
 
 
+def installed_as_locked(block: str) -> bool:
+    name, wanted = re.findall(r"^([\w.-]+)==([^\s;]+)", block)[0]
+    try:
+        return version(name) == wanted
+    except PackageNotFoundError:  # of another system
+        return True
+
+
 def test_the_demo_installs_all_that_the_project_depends_on(dev: ModuleType) -> None:
     assert set(dev.DEMO) <= set(dev.locked())
+    if not all(installed_as_locked(block) for name, block in dev.locked().items() if name in dev.DEMO):
+        pytest.skip("other versions are installed than the lock names, and they may need other packages")
     needed, found = ["transactional-outbox", "hatchling", "editables"], set()
     while needed:
         name = needed.pop()

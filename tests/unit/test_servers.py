@@ -56,6 +56,7 @@ def test_installed_programs_come_before_the_wheel_and_the_wheel_before_debian_pa
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("OUTBOX_TEST_CACHE", str(tmp_path))
+    monkeypatch.setenv("OUTBOX_TEST_DOWNLOADS", "1")
     monkeypatch.setenv("PATH", str(tmp_path))  # without apt-get, the rung of Debian tells so instead of fetching
     reasons = [tried.reason for rung in PostgreSQL.LADDER if isinstance(tried := rung(), Absent)]
     found = [tried.how for rung in PostgreSQL.LADDER if isinstance(tried := rung(), Programs)]

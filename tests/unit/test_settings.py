@@ -342,6 +342,9 @@ def test_a_source_is_a_short_printable_text(source: Any) -> None:
         ({"db_engine_url": "sqlite+aiosqlite:////var/lib/shop/orders.db"}, "/orders.db/outbox_table"),
         ({"db_engine_url": "sqlite://"}, "/memory/outbox_table"),
         ({"db_engine_url": "postgresql://host/my%20orders"}, "/my%20orders/outbox_table"),
+        ({"db_engine_url": "postgresql://host/my orders"}, "/my%20orders/outbox_table"),
+        ({"db_engine_url": "postgresql://host/100%25"}, "/100%25/outbox_table"),
+        ({"db_engine_url": "postgresql://host/my%2520orders"}, "/my%2520orders/outbox_table"),
         ({}, "/memory/outbox_table"),
     ],
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
@@ -31,6 +31,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
         parent.chmod(0o755)  # whoever servers run as may enter it
     make_certificates(folder / "ours", host="localhost")
     make_certificates(folder / "strangers", host="localhost")
+    make_certificates(folder / "without key usage", host="localhost", key_usage=False)
     return folder
 
 
@@ -81,6 +82,38 @@ async def test_a_certificate_that_proves_nothing_is_refused_with_a_way_out(
     with pytest.raises(ConfigurationError, match=way_out) as raised:
         await transport.open()
     assert "guest" not in str(raised.value)
+    await transport.close()
+
+
+@pytest.fixture
+async def badly_made(certificates: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[URL]:
+    """A server whose certificate only a strict check refuses; every Python checks strictly here, as 3.13 does."""
+    usual = ssl.create_default_context
+
+    def strict(*arguments: Any, **options: Any) -> ssl.SSLContext:
+        context = usual(*arguments, **options)
+        context.verify_flags |= ssl.VERIFY_X509_STRICT
+        return context
+
+    async def never(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*(certificates / "without key usage" / name for name in ("certificate.pem", "key.pem")))
+    monkeypatch.setattr(ssl, "create_default_context", strict)
+    async with await asyncio.start_server(never, "127.0.0.1", 0, ssl=context) as server:
+        yield URL(f"amqps://guest:guest@localhost:{server.sockets[0].getsockname()[1]}/")
+
+
+@pytest.mark.parametrize("by_hand", [True, False], ids=["by_hand", "plain"])
+async def test_an_authority_that_a_strict_check_refuses_is_to_be_made_anew(
+    badly_made: URL, certificates: Path, by_hand: bool
+) -> None:
+    options = {"cafile": str(certificates / "without key usage" / "ca.pem")}
+    transport = RabbitmqTransport(badly_made % options, by_hand=by_hand)
+    with pytest.raises(ConfigurationError, match="keyUsage=critical,keyCertSign") as raised:
+        await transport.open()
+    assert "cafile" not in str(raised.value)  # it is named, and it is the right one
     await transport.close()
 
 

@@ -17,7 +17,7 @@ from sqlalchemy.dialects.sqlite.base import SQLiteDialect
 from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.util import await_only
 
-from outbox.core.errors import DatabaseReplaced, ForkRefused
+from outbox.core.errors import ConfigurationError, DatabaseReplaced, ForkRefused
 from outbox.core.forks import ForkableLock, forget_after_fork
 from outbox.core.transaction_state import TransactionState, begins_by_itself
 from outbox.stores.callers import nothing_is_kept
@@ -192,10 +192,24 @@ def _identity(path: Path) -> tuple[int, int] | None:
     return found.st_dev, found.st_ino
 
 
+# UPDATE … RETURNING came with 3.35.0; this is the oldest version that the tests have been run on.
+OLDEST = (3, 35, 2)
+
 BUSY_TIMEOUT = 30.0  # seconds that a connection of ours waits for its turn to write
 READING = "outbox_reading"  # the option of a connection whose transaction only reads
 
 _letting_go: set[asyncio.Task[None]] = set()
+
+
+def check_version(found: tuple[int, ...] | None = None) -> None:
+    """Refuse an older library at the start, where the first claim would fail at a word that it does not know."""
+    found = found or sqlite3.sqlite_version_info
+    if found < OLDEST:
+        version, oldest = (".".join(map(str, numbers)) for numbers in (found, OLDEST))
+        raise ConfigurationError(
+            f"SQLite {version} is too old, and {oldest} or newer is needed: Python uses the library of its machine "
+            "(sqlite3.sqlite_version), so take a newer system or image, or a Python that brings its own"
+        )
 
 
 def prepare(engine: Engine | AsyncEngine) -> None:

@@ -23,7 +23,7 @@ from outbox.stores.returning import ReturningInbox, ReturningSelecting, Returnin
 from outbox.stores.sql import SqlStore
 from outbox.stores.sqlite import examination
 from outbox.stores.sqlite.dialect import SqliteDialect
-from outbox.stores.sqlite.engines import busy_timeout, in_memory
+from outbox.stores.sqlite.engines import busy_timeout, check_version, in_memory
 from outbox.stores.sqlite.runner import SqliteRunner, SqliteWakeup
 from outbox.stores.tables import Tables
 
@@ -109,6 +109,7 @@ class SqliteStore(SqlStore):
         return cls.make_engine(given.url) if isinstance(given, AsyncEngine) else cls.make_sync_engine(given.url)
 
     def __init__(self, tables: Tables, engine: AsyncEngine | None, clean_up_after: Retention) -> None:
+        check_version()
         dialect = SqliteDialect()
         runner = SqliteRunner(tables, dialect, engine)
         callers = SqliteCallers(tables, dialect, engine)

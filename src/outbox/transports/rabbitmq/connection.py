@@ -28,6 +28,12 @@ TELL_EVERY = 10.0  # seconds between two tellings of the same trouble
 _ACCESS_REFUSED, _NOT_ALLOWED = 403, 530
 _OTHER_NAMES = (62, 64)  # what OpenSSL calls a host name and an address that a certificate is not for
 _OTHER_NAME = "write a host into rabbitmq_url that the certificate is for"
+_BADLY_MADE = range(78, 95)  # what only a strict check objects to, which Python does from 3.13 on
+_MAKE_ANEW = (
+    "from Python 3.13 on a certificate is checked strictly; make this one, or its authority's, anew (an authority's "
+    "needs the extensions basicConstraints=critical,CA:TRUE and keyUsage=critical,keyCertSign,cRLSign, and both need "
+    "their key identifiers)"
+)
 _NOT_TRUSTED = "have this machine trust who signed it, or name that authority: amqps://…?cafile=/path/to/ca.pem"
 
 Connect = Callable[[], Awaitable[BrokerConnection]]
@@ -145,7 +151,7 @@ def refusal(error: BaseException, where: str) -> Exception:
         case Lost(ended=Ended(text, code)) if code == _NOT_ALLOWED:
             return ConfigurationError(f"{where}: {text}: check rabbitmq_url and what its user may do")
         case BaseException(__cause__=ssl.SSLCertVerificationError(verify_code=code, verify_message=text)):
-            way_out = _OTHER_NAME if code in _OTHER_NAMES else _NOT_TRUSTED
+            way_out = _OTHER_NAME if code in _OTHER_NAMES else _MAKE_ANEW if code in _BADLY_MADE else _NOT_TRUSTED
             return ConfigurationError(f"{where} has a certificate that is refused ({text}): {way_out}")
         case FileNotFoundError() | PermissionError() | ssl.SSLError():
             return ConfigurationError(
