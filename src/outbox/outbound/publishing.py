@@ -284,6 +284,8 @@ class Publisher:
             if cancelled_from_outside():
                 raise
             return Published()  # the client library's own end, not ours: everything is in doubt
+        if not isinstance(published, Published):
+            raise TypeError(f"publish() of {self._transport.name} returned {type(published).__name__}, not Published")
         if published.answered:
             self._answered_at = now()
         return published
