@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from outbox.core.errors import DatabaseSilent
@@ -12,6 +13,26 @@ Result = TypeVar("Result")
 
 CANCELLED_WITHIN = 5.0  # seconds that a caller who wants to leave waits for an answer
 GIVEN_UP_ENDS_WITHIN = 2.0  # seconds that work which is given up has to let go of its connection
+
+_uncut: set[asyncio.Task[Any]] = set()
+
+
+@contextmanager
+def uncut() -> Iterator[None]:
+    """Around a COMMIT on the event loop: a run whose delivery is lost ends it, and calls what waits for it."""
+    task = asyncio.current_task()
+    assert task is not None  # noqa: S101 - listeners run in tasks
+    _uncut.add(task)
+    try:
+        yield
+    finally:
+        _uncut.discard(task)
+
+
+def cut(task: asyncio.Task[Any], why: str) -> None:
+    """Cancel a task, unless it commits."""
+    if task not in _uncut:
+        task.cancel(why)
 
 
 async def finish(work: Coroutine[Any, Any, Result], within: float) -> Result:

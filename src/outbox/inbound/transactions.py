@@ -15,9 +15,9 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 from sqlalchemy.util import await_only
 
-from outbox.core.cancellation import uncut
 from outbox.core.errors import ConfigurationError
 from outbox.core.events import Conflicted, Observer
+from outbox.core.finish import uncut
 from outbox.core.one_connection import tied
 from outbox.core.outage import DATABASE, Outage
 from outbox.core.store import QueueClaim, Store

@@ -13,10 +13,11 @@ from typing import Any, Protocol
 
 from outbox.core.attempt import Released
 from outbox.core.backoff import ErrorBackoff, RestartDelay
-from outbox.core.cancellation import ABANDONED, cut
+from outbox.core.cancellation import ABANDONED, LOST
 from outbox.core.durations import NO_DELAY
 from outbox.core.errors import ClosedForGood
 from outbox.core.events import Observer, StillRunning, Troubled
+from outbox.core.finish import cut
 from outbox.core.listener import Listener
 from outbox.core.outage import DATABASE, Outage
 from outbox.core.transport import Consumer, Delivery
@@ -214,7 +215,7 @@ class Worker:
         for run in self._running:
             if run.can_be_cut and run.has_begun and not run.was_cut and run.task is not None and run.is_lost:
                 run.was_cut = True
-                cut(run.task)
+                cut(run.task, LOST)
 
     async def _watch(self) -> None:
         """Say once of each listener that it runs for very long: the next thing it meets is a broker's own limit."""
