@@ -229,6 +229,11 @@ async def watched(stage: Stage) -> None:
             await health()
 
 
+@case("Transport.server_version", warm=True)
+async def server_version(stage: Stage) -> None:
+    await stage.outbox.transport.server_version()
+
+
 # Claiming.
 
 
