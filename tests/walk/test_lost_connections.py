@@ -20,7 +20,7 @@ from outbox import Listener, listen
 from outbox.core.attempt import Dead, Done, Released
 from outbox.core.events import Handled, Troubled
 from outbox.core.listener_options import FailedAttempt
-from outbox.inbound import transactions
+from outbox.inbound import reruns
 from tests.broker import VirtualHost
 from tests.conftest import MakeOutbox
 from tests.seeds.observing import eventually
@@ -164,7 +164,7 @@ async def test_lost_connections_have_a_limit_of_their_own_and_then_the_attempt_h
     make_outbox: MakeOutbox, watch: Watch, effects: Effects, server: Server
 ) -> None:
     outbox = make_outbox(observers=[watch])
-    runs = Runs(server, effects, losses=2 * transactions.LOSSES)
+    runs = Runs(server, effects, losses=2 * reruns.LOSSES)
     told: list[BaseException] = []
 
     async def on_error(error: BaseException, message: object, session: AsyncSession, attempt: FailedAttempt) -> None:
@@ -175,7 +175,7 @@ async def test_lost_connections_have_a_limit_of_their_own_and_then_the_attempt_h
     async with outbox.running(listeners=[listener]):
         [outcome] = await watch.outcomes(1)
     assert isinstance(outcome, Dead) and "connection" in outcome.error
-    assert runs.count == transactions.LOSSES and len(watch.of(Troubled)) == transactions.LOSSES - 1
+    assert runs.count == reruns.LOSSES and len(watch.of(Troubled)) == reruns.LOSSES - 1
     assert len(told) == 1 and isinstance(told[0], DBAPIError)  # in which of its classes, the driver decides each time
     assert await effects.all() == []
 
@@ -276,7 +276,7 @@ async def test_a_listener_that_closes_its_connection_is_not_handled_and_does_not
     outcomes = {event.queue: event.outcome for event in watch.of(Handled)}
     assert {type(outcome) for outcome in outcomes.values()} == {Dead}, outcomes
     assert await effects.all() == []
-    assert max(runs.values()) <= 2 * transactions.LOSSES, runs
+    assert max(runs.values()) <= 2 * reruns.LOSSES, runs
 
 
 @ASYNCPG
@@ -296,4 +296,4 @@ async def test_a_listener_that_invalidates_its_connection_is_not_acknowledged_to
     async with outbox.running(relay=True, listeners=[listener]):
         [handled] = await watch.wait_for(Handled)
     assert isinstance(handled.outcome, Dead) and "ConnectionGone" in handled.outcome.error
-    assert len(runs) == transactions.LOSSES and await effects.all() == []
+    assert len(runs) == reruns.LOSSES and await effects.all() == []

@@ -27,13 +27,12 @@ from outbox.core.transport import Delivery
 from outbox.inbound.arguments import Arguments
 from outbox.inbound.batch_arguments import BatchArguments
 from outbox.inbound.inbox import Inbox
+from outbox.inbound.reruns import Rerun, Reruns
 from outbox.inbound.threads import Fence, run_in_thread
 from outbox.inbound.transactions import (
     AUTOCOMMIT,
     Around,
     Leases,
-    Rerun,
-    Reruns,
     TransactionOptions,
     Unrenewed,
     is_autocommit,
@@ -157,13 +156,12 @@ class Invocation:
         def in_thread(fence: Fence) -> None:
             transact_in_thread(sessions.synchronous(message), around, partial(self._plainly, values), options, fence)
 
-        async with sessions.turn():
-            with unrenewed:
-                if self.arguments.is_async:
-                    body = partial(self._awaited, values)
-                    await transact(sessions.asynchronous(message), around, body, options)
-                else:
-                    await run_in_thread(self._executor, in_thread, limit)
+        async with sessions.turn(), unrenewed:
+            if self.arguments.is_async:
+                body = partial(self._awaited, values)
+                await transact(sessions.asynchronous(message), around, body, options)
+            else:
+                await run_in_thread(self._executor, in_thread, limit)
 
     async def _awaited(self, values: Any, session: object = None) -> None:
         returned = await self.arguments.call(self._callback, values, session)
