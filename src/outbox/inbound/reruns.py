@@ -44,6 +44,11 @@ class Rerun:
         self._conflicts = 0
         self._losses = 0
 
+    @property
+    def in_doubt(self) -> bool:
+        """Whether the database has to answer before the listener is called again."""
+        return self._losses > 0
+
     async def wait(self, error: Exception) -> bool:
         """Wait before the next run; False if there is none: after any other failure, and after too many of these."""
         reruns = self._reruns

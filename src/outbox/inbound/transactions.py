@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Self
 
-from sqlalchemy import Connection, StaticPool
+from sqlalchemy import Connection, StaticPool, select
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 from sqlalchemy.util import await_only
@@ -317,6 +317,14 @@ def noticing_loss(connection: Connection, is_over: Callable[[], bool] = lambda: 
         if is_over() or _was_cut(error) or not _is_lost(connection, error):
             raise
         raise ConnectionLost(error) from error
+
+
+def check_answers(connection: Connection, queue: str) -> None:
+    """Refuse to call a listener if the database is away: a pooler before it takes connections all the same."""
+    try:
+        connection.execute(select(1))
+    except Exception as error:
+        raise NotStarted(f"no database for {queue}") from error
 
 
 def _is_lost(connection: Connection, error: Exception) -> bool:
