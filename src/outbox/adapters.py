@@ -58,6 +58,10 @@ def transport_for(value: object, defaults: Defaults = _DEFAULTS) -> Transport:
         make: Callable[[object, Defaults], Transport] = _load(TRANSPORTS, scheme, f"{unknown}; there are: {{known}}")
         return make(value, defaults)
     if isinstance(value, Transport):
+        if not getattr(value, "name", ""):
+            raise ConfigurationError(
+                f"transport={type(value).__name__}: it needs a `name`, one word, such as its scheme"
+            )
         value.adopt(defaults)
         return value
     if inspect.iscoroutinefunction(value) or inspect.iscoroutinefunction(getattr(value, "__call__", None)):  # noqa: B004

@@ -19,6 +19,7 @@ from outbox.core.listener import Listener
 from outbox.core.store import IN_DATABASE, Backlog, Difference, StoredMessage
 from outbox.core.transport import countable
 from outbox.instance import Outbox
+from outbox.owners import recorded_queues
 from outbox.rebinding import Rebinding, further_keys
 
 LARGEST_SKEW = timedelta(seconds=1)  # of the clocks; more is seen in the times that an `eta` names
@@ -55,7 +56,7 @@ async def _database(outbox: Outbox, listeners: Sequence[Listener]) -> tuple[list
     try:
         findings += await _messages(outbox, listeners)
         stale = await _rebinding(outbox).recorded(outbox.transport, listeners)
-        return findings, _Recorded(await outbox.store.owners.all(), stale)
+        return findings, _Recorded(await recorded_queues(outbox.store), stale)
     except DBAPIError as error:
         if getattr(error.orig, "sqlstate", None) != _REFUSED:
             raise

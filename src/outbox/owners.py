@@ -107,3 +107,8 @@ def _two_services(queue: str, recorded: str, service: str) -> str:
         f"the listener a queue= of its own; or, if it is the same service, set service={recorded!r}, or run: outbox "
         f"queues release {queue}"
     )
+
+
+async def recorded_queues(store: Store) -> list[str]:
+    """The queues that workers have recorded, by the names that their destination knows them by."""
+    return [queue for queue in await store.owners.all() if queue != TRANSPORT]

@@ -23,7 +23,7 @@ from outbox.inbound.inbox import Memory
 from outbox.inbound.receiver import Receiver
 from outbox.observers.logging import LoggingObserver, Observers
 from outbox.outbound.emitter import Emitter
-from outbox.owners import Owners
+from outbox.owners import Owners, recorded_queues
 from outbox.relay_factory import RelayFactory
 from outbox.settings import Settings
 from outbox.stores.tables import Tables
@@ -192,7 +192,7 @@ class Parts:
         if not elsewhere:
             return backlog
         # What is recorded beside routes are their names.
-        recorded = () if transport.routes else await self.store.owners.all()
+        recorded = () if transport.routes else await recorded_queues(self.store)
         counts = await asyncio.gather(*(each.counted(recorded) for each in elsewhere))
         backlog = backlog.beside([queue for queues in counts for queue in queues or ()])
         return backlog.beside(None) if None in counts else backlog

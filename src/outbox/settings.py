@@ -20,7 +20,7 @@ from outbox.core.cloudevents import check_source
 from outbox.core.durations import IMMEDIATELY, NEVER, Retention, Seconds, as_delay, as_lifetime, parse_duration
 from outbox.core.errors import ConfigurationError, TimeInvalid
 from outbox.core.events import Observer
-from outbox.core.message import LARGEST_BODY
+from outbox.core.message import LARGEST_BODY, LARGEST_READ
 from outbox.core.retry import RetryDelays, RetryPolicy, as_retry_policy
 from outbox.core.store import DISCARD
 from outbox.core.urls import check_credentials
@@ -216,7 +216,7 @@ class Settings:
         shown="1 h",
         parse=parse_duration,
     )
-    max_body_size: int = option(LARGEST_BODY, "Largest body in bytes.", shown="1 MiB", parse=whole_number)
+    max_body_size: int = option(LARGEST_BODY, "Largest body in bytes, up to 64 MiB.", shown="1 MiB", parse=whole_number)
     redact_error: Callable[[str], str] | None = option(
         None, "Called with each error text before it is stored; returns what may be kept of it."
     )
@@ -274,6 +274,11 @@ class Settings:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigurationError(f"{name}={value!r}: a whole number, at least 1")
+        if self.max_body_size > LARGEST_READ:
+            raise ConfigurationError(
+                f"max_body_size={self.max_body_size}: at most {LARGEST_READ}; store what is larger elsewhere, and emit "
+                "where it is"
+            )
         for name in ("clean_up_after", "inbox_retention"):
             self._check_retention(name)
         if self.redact_error is not None and not callable(self.redact_error):

@@ -20,9 +20,10 @@ from outbox.inbound.handling import Handling
 from outbox.inbound.inbox import Inbox, Memory
 from outbox.inbound.invocation import SESSION_TIME_LIMIT, Invocation, IsolationOf
 from outbox.inbound.on_error import OnErrorInvocation
+from outbox.inbound.reruns import Reruns
 from outbox.inbound.store_first import DeliveryStorage, Sources, as_storage
 from outbox.inbound.threads import Threads
-from outbox.inbound.transactions import Leases, Reruns
+from outbox.inbound.transactions import Leases
 from outbox.inbound.worker import DeliverySource, Handler, Worker
 from outbox.rebinding import Rebinding
 from outbox.settings import Settings

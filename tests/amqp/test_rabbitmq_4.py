@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
@@ -11,9 +11,12 @@ from pamqp import base
 from pamqp.commands import Basic, Channel, Exchange, Queue
 
 from outbox import Listener
-from outbox.core.diagnosis import Level
+from outbox.core.diagnosis import Finding, Level
 from outbox.core.events import Advised, Event, Troubled
+from outbox.core.retry import as_retry_policy
 from outbox.core.transport import Defaults, Transport
+from outbox.transports.rabbitmq.doctor import examine
+from outbox.transports.rabbitmq.topology import Names
 from tests.amqp.peer import LONG, Consuming, Peer
 from tests.amqp.transports import connected
 
@@ -81,9 +84,13 @@ async def test_a_worker_with_the_printed_rights_starts_where_it_may_not_see_ever
     await transport.declare([LISTENER])
 
 
-async def test_the_doctor_says_what_it_may_not_see_and_ends_in_no_error(peer: Peer, transport: Transport) -> None:
+async def examined(peer: Peer) -> Sequence[Finding]:
+    return (await examine(peer.url, Names(), [LISTENER], as_retry_policy((10,)), management_url=NOWHERE)).findings
+
+
+async def test_the_doctor_says_what_it_may_not_see_and_ends_in_no_error(peer: Peer) -> None:
     refuse_as_with_the_printed_rights(peer)
-    found = await transport.examine([LISTENER], admin_url=NOWHERE)
+    found = await examined(peer)
     told = {each.subject: each for each in found}
     assert {each.level for each in found} <= {Level.OK, Level.WARNING}
     assert "may not see whether there is 'outbox', 'outbox.topology_v1'" in told["exchanges"].what
@@ -91,15 +98,13 @@ async def test_the_doctor_says_what_it_may_not_see_and_ends_in_no_error(peer: Pe
     assert told["consumers"].what == "every queue has one, of 1"
 
 
-async def test_a_broker_that_goes_away_while_the_doctor_looks_is_an_error_and_no_exception(
-    peer: Peer, transport: Transport
-) -> None:
+async def test_a_broker_that_goes_away_while_the_doctor_looks_is_an_error_and_no_exception(peer: Peer) -> None:
     def close(method: Any) -> base.Frame | None:
         peer.connections[-1].close(320, "CONNECTION_FORCED - shutdown")
         return None
 
     peer.replies[Queue.Declare] = close
-    found = await transport.examine([LISTENER], admin_url=NOWHERE)
+    found = await examined(peer)
     assert [each.subject for each in found if each.level is Level.ERROR] == ["broker"]
 
 

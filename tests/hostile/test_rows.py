@@ -22,6 +22,7 @@ from outbox import Listener, Message, Outbox
 from outbox.cli.exits import ExitCode
 from outbox.core.dead_letter import DeadLetter
 from outbox.core.events import Troubled
+from outbox.stores.rows import LARGEST
 from outbox.transports.http import HttpTransport
 from tests.broker import VirtualHost
 from tests.conftest import MakeOutbox
@@ -236,6 +237,43 @@ async def test_a_row_that_names_its_queue_dies_alone(start: Start) -> None:
     await scene.sixty()
     await scene.fates(kinds, "queue")
     assert not scene.recorder.of(Troubled)
+
+
+@pytest.mark.parametrize(
+    ("setup", "database_url"),
+    [("worker", ASYNCPG), ("function", ASYNCPG), ("worker", PSYCOPG), ("function", PSYCOPG), ("sqlite", SQLITE)],
+    indirect=["database_url"],
+)
+async def test_what_is_larger_than_any_message_is_not_even_read(
+    start: Start, setup: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PostgreSQL cannot send a row of a gigabyte, and whoever may insert rows may write one."""
+    for name in LARGEST:
+        monkeypatch.setitem(LARGEST, name, 100_000)
+    large = "x" * 100_001
+    kinds = {
+        "body": Kind({"body": large.encode()}),
+        "headers": Kind({"headers": json.dumps({"a": large})}),
+        "tracking ids": Kind({"tracking_ids": json.dumps([large])}),
+    }
+    scene = await start(setup)
+    await scene.insert(kinds)
+    await scene.sixty()
+
+    async def letters() -> list[DeadLetter]:
+        found = await scene.letters()
+        return found if len(found) == len(kinds) else []
+
+    await eventually(letters)
+    found = await letters()
+    assert {letter.reason.value for letter in found} == {UNDECODABLE}
+    assert {name_of(letter.message.body) for letter in found} == {"", "headers", "tracking ids"}
+    assert all(len(letter.message.body) + len(str(letter.message.headers)) < 1000 for letter in found)
+    assert not scene.recorder.of(Troubled)
+    await scene.insert(kinds, due_at="2100-01-01 00:00:00.000000")
+    waiting = await scene.outbox.messages()
+    assert [bool(stored.error) for stored in waiting] == [True] * 3
+    assert [name_of(stored.message.body) for stored in waiting] == ["", "headers", "tracking ids"]
 
 
 @pytest.mark.parametrize("database_url", [SQLITE], indirect=True)

@@ -396,6 +396,66 @@ async def test_what_expires_while_its_destination_is_away_is_dead(outbox: Outbox
     assert dict((await outbox.backlog()).dead_by_reason) == {"expired": 3}
 
 
+async def test_one_silent_message_alone_lets_others_pass_at_once_and_a_second_one_nobody(
+    make_outbox: MakeOutbox,
+) -> None:
+    first, second = Process(make_outbox(), Sink(nothing)), Process(make_outbox(), Sink(nothing))
+    await emit(first.outbox, 1)
+    for relay in (first, second, first):  # whoever tries it, and again
+        await relay.round()
+        await relay.round()
+        await advance(first.outbox, 10)
+    assert first.sink.sizes + second.sink.sizes == [1, 1, 1]
+    await first.round()
+    await emit(first.outbox, 2)
+    second.now += LOOK_EVERY
+    assert [await second.round() for _ in range(3)] == [0, 0, 0]
+    assert len(second.sink.calls) == 2, "the one that it had tried, and one of the others"
+    second.now += LOOK_EVERY
+    assert await second.round() == 0
+    assert len(second.sink.calls) == 2
+    assert await untouched(first.outbox)
+
+
+async def test_while_one_message_alone_is_silent_another_one_closes_it_at_once(make_outbox: MakeOutbox) -> None:
+    first, second = Process(make_outbox(), Sink(nothing)), Process(make_outbox(), Sink(yes))
+    await emit(first.outbox, 1)
+    await first.round()
+    await emit(first.outbox, 1)
+    second.now += LOOK_EVERY
+    assert [await second.round(), await second.round()] == [0, 1]
+    assert await state(first.outbox) is CircuitState.CLOSED
+
+
+async def test_beside_a_probe_without_an_answer_one_other_message_is_asked_about_and_no_third(
+    make_outbox: MakeOutbox,
+) -> None:
+    released = asyncio.Event()
+
+    async def hang(messages: Sequence[Message]) -> Published:
+        await released.wait()
+        return Published()
+
+    relays = [Process(make_outbox(), Sink(nothing)) for _ in range(4)]
+    outbox = relays[0].outbox
+    await emit(outbox, 20)
+    for relay in relays:
+        await relay.round()
+    for relay in relays:
+        relay.sink.answer = hang
+    probing = []
+    for relay in relays:
+        await advance(outbox, 2)
+        for each in relays:
+            each.now += 2
+        probing.append(asyncio.create_task(relay.round()))
+        await asyncio.wait(probing[-1:], timeout=0.3)
+    assert [len(relay.sink.calls) for relay in relays] == [2, 1, 0, 0]
+    released.set()
+    assert await asyncio.gather(*probing) == [0] * 4
+    assert await untouched(outbox)
+
+
 async def test_relays_live_through_an_outage_and_lose_nothing(
     make_outbox: MakeOutbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import statistics
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -22,6 +22,7 @@ from outbox.outbound.circuit import Breaker, Circuits
 from outbox.outbound.publishing import Publisher
 from outbox.stores.claiming import SqlClaim
 from outbox.transports.function import FunctionTransport
+from outbox.transports.http import HttpTransport
 from tests.conftest import MakeOutbox
 from tests.http_sink import HttpSink, by_type, hang
 from tests.seeds.observing import Recorder, eventually
@@ -346,6 +347,37 @@ async def test_three_messages_that_hang_one_after_the_other_leave_a_round_for_th
 
 
 # Circuits.
+
+
+@pytest.mark.parametrize("database_url", ["sqlite", "postgresql+asyncpg"], indirect=True)
+@pytest.mark.parametrize("relays", [1, 2])
+async def test_while_traffic_is_sparse_a_message_that_hangs_delays_no_other_either_and_is_dead_in_the_end(
+    make_outbox: MakeOutbox, monkeypatch: pytest.MonkeyPatch, relays: int
+) -> None:
+    """Others come now and then: while it is waited for, and while it is put off."""
+    monkeypatch.setattr(circuit, "SHORTEST", 1.5)
+    monkeypatch.setattr(circuit, "LONGEST", 3.0)
+    monkeypatch.setattr(circuit, "LONGEST_TURN", 0.1)
+    monkeypatch.setattr(circuit, "LOOK_EVERY", 0.1)
+    took: list[float] = []
+    async with HttpSink() as sink, AsyncExitStack() as stack:
+        sink.behave(by_type({"hangs": hang()}))
+        options = {"relay_retry_delays": (0.01, 0.01), "poll_interval": 0.05}
+        outboxes = [make_outbox(transport=HttpTransport(sink.url, timeout=1.5), **options) for _ in range(relays)]
+        for each in outboxes:
+            await stack.enter_async_context(each.running(relay=True))
+        [bad] = await emit(outboxes[0], "hangs")
+        await eventually(lambda: bad in sink.ids)
+        while not await outboxes[0].dead_letters.list():
+            await asyncio.sleep(1.7)
+            [good] = await emit(outboxes[0], "good")
+            began = time.monotonic()
+            await eventually(lambda good=good: good in sink.ids)
+            took.append(time.monotonic() - began)
+            assert len(took) < 40, "it is never dead"
+        [letter] = await outboxes[0].dead_letters.list()
+    assert (letter.message.id, letter.attempt_count) == (bad, 3)
+    assert statistics.median(took) < 0.4 and max(took) < 1.2, took
 
 
 async def test_a_lone_message_without_an_answer_is_not_the_probe_if_there_is_another(

@@ -179,6 +179,19 @@ async def test_silence_about_one_while_others_are_answered_counts_against_it(sin
     assert "answers others" in found.refused[poison.id].error
 
 
+async def test_silence_about_a_message_again_after_others_were_answered_counts_against_it(sink: HttpSink) -> None:
+    sink.behave(by_type({"poison": hang()}))
+    poison, another = message("poison"), message("poison")
+    async with opened(HttpTransport(sink.url, timeout=1)) as transport:
+        assert [(await transport.publish([each])).refused for each in (poison, poison, another)] == [{}] * 3
+        assert (await transport.publish([message()])).confirmed
+        assert (await transport.publish([poison, another])).refused == {}, "with others it may be an outage"
+        found = await transport.publish([poison])
+        assert set(found.refused) == {poison.id}
+        assert (found.answered, found.asked) == (False, False), "which says nothing of the destination now"
+        assert (await transport.publish([poison])).refused == {}, "nothing was answered since"
+
+
 async def test_what_never_went_out_is_in_doubt_although_others_are_answered(sink: HttpSink) -> None:
     async with opened(HttpTransport(sink.url, timeout=LONG)) as transport:
         first, second, third = message(), message(), message()

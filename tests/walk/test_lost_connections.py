@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,10 +18,12 @@ from sqlalchemy.orm import Session
 from sqlalchemy.util import await_only
 
 from outbox import Listener, listen
-from outbox.core.attempt import Dead, Done, Released
+from outbox.core.attempt import Dead, Done, Outcome, Released
 from outbox.core.events import Handled, Troubled
 from outbox.core.listener_options import FailedAttempt
-from outbox.inbound import transactions
+from outbox.inbound import reruns
+from outbox.testing.servers import PgBouncer
+from outbox.testing.servers.postgresql_server import PostgreSQL
 from tests.broker import VirtualHost
 from tests.conftest import MakeOutbox
 from tests.seeds.observing import eventually
@@ -164,7 +167,7 @@ async def test_lost_connections_have_a_limit_of_their_own_and_then_the_attempt_h
     make_outbox: MakeOutbox, watch: Watch, effects: Effects, server: Server
 ) -> None:
     outbox = make_outbox(observers=[watch])
-    runs = Runs(server, effects, losses=2 * transactions.LOSSES)
+    runs = Runs(server, effects, losses=2 * reruns.LOSSES)
     told: list[BaseException] = []
 
     async def on_error(error: BaseException, message: object, session: AsyncSession, attempt: FailedAttempt) -> None:
@@ -175,9 +178,28 @@ async def test_lost_connections_have_a_limit_of_their_own_and_then_the_attempt_h
     async with outbox.running(listeners=[listener]):
         [outcome] = await watch.outcomes(1)
     assert isinstance(outcome, Dead) and "connection" in outcome.error
-    assert runs.count == transactions.LOSSES and len(watch.of(Troubled)) == transactions.LOSSES - 1
+    assert runs.count == reruns.LOSSES and len(watch.of(Troubled)) == reruns.LOSSES - 1
     assert len(told) == 1 and isinstance(told[0], DBAPIError)  # in which of its classes, the driver decides each time
     assert await effects.all() == []
+
+
+@ASYNCPG
+async def test_a_listener_whose_first_statement_costs_its_connection_does_not_run_for_ever(
+    make_outbox: MakeOutbox, watch: Watch
+) -> None:
+    """As one that crashes the server: the database answers before each further run, so it is not away."""
+    runs: list[int] = []
+
+    @listen("#", queue="q", retry_delays=())
+    async def listener(body: int, session: AsyncSession) -> None:
+        runs.append(body)
+        await session.execute(text("SELECT pg_terminate_backend(pg_backend_pid())"))
+
+    outbox = make_outbox(observers=[watch])
+    await emit(outbox, 1)
+    async with outbox.running(listeners=[listener]):
+        assert [type(outcome) for outcome in await watch.outcomes(1)] == [Dead]
+    assert len(runs) == reruns.LOSSES
 
 
 @ASYNCPG
@@ -276,7 +298,7 @@ async def test_a_listener_that_closes_its_connection_is_not_handled_and_does_not
     outcomes = {event.queue: event.outcome for event in watch.of(Handled)}
     assert {type(outcome) for outcome in outcomes.values()} == {Dead}, outcomes
     assert await effects.all() == []
-    assert max(runs.values()) <= 2 * transactions.LOSSES, runs
+    assert max(runs.values()) <= 2 * reruns.LOSSES, runs
 
 
 @ASYNCPG
@@ -296,4 +318,59 @@ async def test_a_listener_that_invalidates_its_connection_is_not_acknowledged_to
     async with outbox.running(relay=True, listeners=[listener]):
         [handled] = await watch.wait_for(Handled)
     assert isinstance(handled.outcome, Dead) and "ConnectionGone" in handled.outcome.error
-    assert len(runs) == transactions.LOSSES and await effects.all() == []
+    assert len(runs) == reruns.LOSSES and await effects.all() == []
+
+
+# Behind a pooler, which takes connections although its database is away: there the first statement is what fails.
+
+
+@pytest.mark.parametrize(
+    "database_url, kind",
+    [("postgresql+asyncpg", "async"), ("postgresql+asyncpg", "plain"), ("postgresql+psycopg", "list")],
+    indirect=["database_url"],
+)
+async def test_a_database_that_is_away_behind_its_pooler_uses_up_no_attempt(
+    make_outbox: MakeOutbox, watch: Watch, table_name: str, database_url: str, kind: str
+) -> None:
+    with PostgreSQL() as database, PgBouncer(database.url, pool_size=9, settings={"server_login_retry": "1"}) as pooler:
+        url = make_url(pooler.url).set(drivername=make_url(database_url).drivername)
+        outbox = make_outbox(db_engine_url=url, observers=[watch])
+        await outbox.create_tables()
+        effects = Effects(outbox, table_name)
+        await effects.create()
+        away = threading.Event()
+        called: Counter[int] = Counter()
+
+        async def awaited(body: int, session: AsyncSession) -> None:
+            await many([body], session)
+
+        async def many(bodies: list[int], session: AsyncSession) -> None:
+            for body in bodies:
+                await session.execute(effects.write(str(body)))
+            called.update(bodies)
+            await asyncio.to_thread(away.wait)
+            await session.execute(text("SELECT 1"))
+
+        def plain(body: int, session: Session) -> None:
+            called[body] += 1
+            session.execute(effects.write(str(body)))
+            away.wait()
+            session.execute(text("SELECT 1"))
+
+        callback = {"async": awaited, "plain": plain, "list": many}[kind]
+        options: dict[str, Any] = {"concurrency": 2, "batch": 2 if kind == "list" else None}
+        await emit(outbox, *range(6))
+        async with outbox.running(listeners=[Listener("#", callback, queue="q", retry_delays=(), **options)]):
+            await eventually(lambda: len(called) >= 2)
+            await asyncio.to_thread(database.stop, "immediate")
+            away.set()
+            await asyncio.sleep(2)  # five runs in vain, one right after the other, do not take that long
+            await asyncio.to_thread(database.start)
+            await eventually(lambda: len(ended(watch)) == 6)
+        assert {type(outcome) for outcome in ended(watch)} == {Done}
+        assert sorted(await effects.all()) == list("012345")
+        await outbox.close()
+
+
+def ended(watch: Watch) -> list[Outcome]:
+    return [each.outcome for each in watch.of(Handled) if not isinstance(each.outcome, Released)]

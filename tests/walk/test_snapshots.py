@@ -10,9 +10,9 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from sqlalchemy import event, select, text
-from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
-from sqlalchemy.orm import Session
+from sqlalchemy import create_engine, event, select, text
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
+from sqlalchemy.orm import Session, sessionmaker
 
 from outbox import Listener, listen
 from outbox.core.attempt import Dead, Done
@@ -157,6 +157,130 @@ async def test_what_on_error_writes_in_such_a_transaction_commits_with_the_end_o
     assert isinstance(outcome, Dead) and outcome.in_transaction
     assert await effects.all() == ["noted"]
     assert watch.of(Conflicted) == []
+
+
+# Sessions that read as soon as they begin, as to set a tenant for row-level security: that takes the snapshot.
+
+SET_TENANT = "SELECT set_config('app.tenant', 'a', true)"
+
+
+@asynccontextmanager
+async def reading_sessions(url: str, where: str) -> AsyncIterator[async_sessionmaker[AsyncSession]]:
+    """A factory of sessions that read when they begin, by a hook of the session or of its engine."""
+    engine = create_async_engine(url)
+
+    class Reading(Session):
+        pass
+
+    if where == "session":
+        event.listen(Reading, "after_begin", lambda session, transaction, own: own.execute(text(SET_TENANT)))
+    elif where == "engine":
+        event.listen(engine.sync_engine, "begin", lambda own: own.exec_driver_sql(SET_TENANT))
+    try:
+        yield async_sessionmaker(engine, sync_session_class=Reading)
+    finally:
+        await engine.dispose()
+
+
+@pytest.mark.parametrize(
+    "database_url, where, kind",
+    [
+        ("postgresql+asyncpg", "session", "async"),
+        ("postgresql+asyncpg", "engine", "async"),
+        ("postgresql+asyncpg", "session", "list"),
+        ("postgresql+psycopg", "session", "async"),
+        ("postgresql+psycopg", "engine", "list"),
+    ],
+    indirect=["database_url"],
+)
+async def test_a_session_that_reads_when_it_begins_does_not_collide_with_its_own_lease(
+    make_outbox: MakeOutbox, watch: Watch, effects: Effects, database_url: str, where: str, kind: str
+) -> None:
+    async with reading_sessions(database_url, where) as factory:
+        outbox = make_outbox(lease=LEASE, observers=[watch])
+        long = Long(effects, kind, isolation_level="REPEATABLE READ", session_factory=factory, concurrency=1)
+        for number in range(1, 3):
+            await emit(outbox, number)
+            async with outbox.running(listeners=[long.listener]):
+                assert await watch.outcomes(number) == [Done(in_transaction=True)] * number
+    assert (long.runs, watch.of(Conflicted), watch.of(LeaseWasLost)) == (2, [], [])
+    assert await effects.all() == ["1", "2"]
+
+
+@pytest.mark.parametrize("database_url", ["postgresql+asyncpg", "postgresql+psycopg"], indirect=True)
+@pytest.mark.parametrize("where", ["session", "engine"])
+async def test_a_plain_session_that_reads_when_it_begins_does_not_either(
+    make_outbox: MakeOutbox, watch: Watch, effects: Effects, database_url: str, where: str
+) -> None:
+    engine = create_engine(database_url.replace("+asyncpg", "+psycopg"))
+
+    class Reading(Session):
+        pass
+
+    if where == "session":
+        event.listen(Reading, "after_begin", lambda session, transaction, own: own.execute(text(SET_TENANT)))
+    else:
+        event.listen(engine, "begin", lambda own: own.exec_driver_sql(SET_TENANT))
+    outbox = make_outbox(lease=LEASE, observers=[watch])
+    factory = sessionmaker(engine, class_=Reading)
+    long = Long(effects, "plain", isolation_level="SERIALIZABLE", session_factory=factory)
+    await emit(outbox, 1)
+    async with outbox.running(listeners=[long.listener]):
+        assert await watch.outcomes(1) == [Done(in_transaction=True)]
+    engine.dispose()
+    assert (long.runs, watch.of(Conflicted), watch.of(LeaseWasLost)) == (1, [], [])
+
+
+@ASYNCPG
+async def test_an_on_error_whose_session_reads_when_it_begins_does_not_either(
+    make_outbox: MakeOutbox, watch: Watch, effects: Effects, database_url: str
+) -> None:
+    async def listener(body: int, session: AsyncSession) -> None:
+        raise ValueError("failed")
+
+    async def on_error(error: BaseException, message: object, session: AsyncSession, attempt: object) -> None:
+        await asyncio.sleep(LONG)
+        await session.execute(effects.write("noted"))
+
+    async with strict_engine(database_url, "server") as engine:
+        event.listen(engine.sync_engine, "begin", lambda own: own.exec_driver_sql(SET_TENANT))
+        outbox = make_outbox(lease=LEASE, observers=[watch])
+        await emit(outbox, 1)
+        noting = Listener(
+            "#",
+            listener,
+            queue="q",
+            retry_delays=(),
+            on_error=on_error,
+            timeout=LIMIT,
+            session_factory=async_sessionmaker(engine),
+        )
+        async with outbox.running(listeners=[noting]):
+            [outcome] = await watch.outcomes(1)
+    assert isinstance(outcome, Dead) and outcome.in_transaction
+    assert (await effects.all(), watch.of(Conflicted)) == (["noted"], [])
+
+
+@ASYNCPG
+async def test_where_sessions_read_when_they_begin_only_the_first_is_begun_twice(
+    make_outbox: MakeOutbox, watch: Watch, effects: Effects, database_url: str
+) -> None:
+    async with reading_sessions(database_url, "engine") as factory:
+        begun: list[str] = []
+        event.listen(factory.kw["bind"].sync_engine, "begin", lambda own: begun.append("begun"))
+        outbox = make_outbox(observers=[watch])
+
+        async def listener(body: int, session: AsyncSession) -> None:
+            await session.execute(effects.write(str(body)))
+
+        options: dict[str, Any] = {"isolation_level": "REPEATABLE READ", "session_factory": factory, "concurrency": 1}
+        async with outbox.running(listeners=[Listener("#", listener, queue="q", retry_delays=(), **options)]):
+            await emit(outbox, 1)
+            await watch.outcomes(1)
+            begun.clear()
+            await emit(outbox, 2, 3)
+            assert await watch.outcomes(3) == [Done(in_transaction=True)] * 3
+    assert len(begun) == 2
 
 
 @ASYNCPG

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
 from enum import Enum
 from typing import Any, Protocol
 from uuid import UUID
@@ -49,6 +49,7 @@ class Selection:
     suspected: Suspected = Suspected.ALL
     isolated_at: int | None = None
     largest_bytes: int | None = None  # of bodies, all together; the store knows how much is fetched in time
+    since: datetime | None = None  # nothing that was due before; the store knows where the live rows begin
 
 
 class Claim(Protocol):

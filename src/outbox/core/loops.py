@@ -151,10 +151,10 @@ def uncut() -> Iterator[None]:
         _uncut.discard(task)
 
 
-def cut(task: asyncio.Task[Any]) -> None:
-    """Cancel a run whose delivery is lost, unless it commits."""
+def cut(task: asyncio.Task[Any], why: str) -> None:
+    """Cancel a task, unless it commits."""
     if task not in _uncut:
-        task.cancel(LOST)
+        task.cancel(why)
 
 
 def cancelled_from_outside() -> bool:

@@ -124,6 +124,7 @@ BYTES = "application/octet-stream"
 MOST_HEADERS = 64
 LARGEST_HEADERS = 64 * 1024
 LARGEST_BODY = 1024 * 1024
+LARGEST_READ = 64 * 1024 * 1024  # bytes of a body that is read at all, whatever another program wrote
 
 _HEADER_NAME = re.compile(r"[A-Za-z0-9\-_.]{1,255}")
 _UNSAFE = re.compile(r"[\x00-\x1f\x7f]")

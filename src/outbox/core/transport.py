@@ -78,7 +78,7 @@ class Refusal:
     permanent: bool = False  # it never will
     retry_after: timedelta | None = None  # how long it asks to be left alone
     unspecific: bool = False  # it may refuse everything for now, and not this message: no such path, no access
-    unsent: bool = False  # it cannot be written for its destination, which said nothing
+    unanswered: bool = False  # the destination said nothing: it cannot be written for it, or got no answer again
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class Published:
     @property
     def answered(self) -> bool:
         """Whether the destination said anything at all."""
-        return bool(self.confirmed) or any(not refusal.unsent for refusal in self.refused.values())
+        return bool(self.confirmed) or any(not refusal.unanswered for refusal in self.refused.values())
 
 
 Report = Callable[[Published], None]  # takes what is known of some messages of a batch; each is reported once

@@ -27,15 +27,15 @@ from outbox.core.transport import Delivery
 from outbox.inbound.arguments import Arguments
 from outbox.inbound.batch_arguments import BatchArguments
 from outbox.inbound.inbox import Inbox
+from outbox.inbound.reruns import Rerun, Reruns
 from outbox.inbound.threads import Fence, run_in_thread
 from outbox.inbound.transactions import (
     AUTOCOMMIT,
     Around,
     Leases,
-    Rerun,
-    Reruns,
     TransactionOptions,
     Unrenewed,
+    check_answers,
     is_autocommit,
     is_autocommit_in_thread,
     transact,
@@ -130,7 +130,7 @@ class Invocation:
             rerun: Rerun | None = None
             while True:
                 try:
-                    await self._transact(delivery)
+                    await self._transact(delivery, in_doubt=rerun is not None and rerun.in_doubt)
                     self._reruns.outage.over()
                     return
                 except Exception as error:
@@ -147,23 +147,22 @@ class Invocation:
         elif (returned := await self.arguments.call(self._callback, values)) is not None:
             await self._run_to_its_end(returned)
 
-    async def _transact(self, delivery: Delivery) -> None:
+    async def _transact(self, delivery: Delivery, *, in_doubt: bool) -> None:
         message = delivery.attempt.message
         values = self.arguments.bind(delivery)
         limit = self._limit if self._limit_of is None else self._limit_of(message, self._limit)
         options = self._transaction_options(message, limit)
-        sessions, around, unrenewed = self._database(delivery, limit)
+        sessions, around, unrenewed = self._database(delivery, limit, in_doubt)
 
         def in_thread(fence: Fence) -> None:
             transact_in_thread(sessions.synchronous(message), around, partial(self._plainly, values), options, fence)
 
-        async with sessions.turn():
-            with unrenewed:
-                if self.arguments.is_async:
-                    body = partial(self._awaited, values)
-                    await transact(sessions.asynchronous(message), around, body, options)
-                else:
-                    await run_in_thread(self._executor, in_thread, limit)
+        async with sessions.turn(), unrenewed:
+            if self.arguments.is_async:
+                body = partial(self._awaited, values)
+                await transact(sessions.asynchronous(message), around, body, options)
+            else:
+                await run_in_thread(self._executor, in_thread, limit)
 
     async def _awaited(self, values: Any, session: object = None) -> None:
         returned = await self.arguments.call(self._callback, values, session)
@@ -201,7 +200,9 @@ class Invocation:
         seconds = None if limit is None else limit.total_seconds()
         return TransactionOptions(self._listener.queue, self._sessions.store, seconds, isolation)
 
-    def _database(self, delivery: Delivery, limit: timedelta | None) -> tuple[ListenerSessionSource, Around, Unrenewed]:
+    def _database(
+        self, delivery: Delivery, limit: timedelta | None, in_doubt: bool
+    ) -> tuple[ListenerSessionSource, Around, Unrenewed]:
         sessions, leases, inbox, queue = self._sessions, self._leases, self._inbox, self._listener.queue
         assert sessions is not None and inbox is not None and leases is not None  # noqa: S101 - checked at the start
         assert limit is not None  # noqa: S101 - whatever asks for a session has one
@@ -209,6 +210,8 @@ class Invocation:
 
         def around(connection: Connection) -> AbstractContextManager[None]:
             unrenewed.begin(connection)
+            if in_doubt:
+                check_answers(connection, queue)
             return inbox.entered(connection, queue, delivery)
 
         return sessions, around, unrenewed

@@ -26,9 +26,10 @@ from outbox.core.loops import ABANDONED
 from outbox.core.transport import Delivery
 from outbox.inbound.inbox import LEASE_LOST_PAUSE
 from outbox.inbound.invocation import ListenerSessionSource
+from outbox.inbound.reruns import Reruns
 from outbox.inbound.threads import Fence, ThreadTimeout, run_in_thread
 from outbox.inbound.transaction_guard import TransactionEnded
-from outbox.inbound.transactions import Leases, Reruns, TransactionOptions, transact, transact_in_thread
+from outbox.inbound.transactions import Leases, TransactionOptions, transact, transact_in_thread
 
 Failure = RetryIn | Dead
 
@@ -108,7 +109,7 @@ class OnErrorInvocation:
         def work(fence: Fence) -> None:
             transact_in_thread(self._sessions.synchronous(message), around, asking.ask_plainly, options, fence)
 
-        with self._leases.of(asking.delivery, self._limit) as unrenewed:
+        async with self._leases.of(asking.delivery, self._limit) as unrenewed:
             if is_async(self._on_error):
                 await transact(self._sessions.asynchronous(message), around, asking.ask, options)
             else:

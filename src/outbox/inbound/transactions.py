@@ -1,23 +1,20 @@
-"""Transactions: a listener's work in a session, ended by the worker alone, and run again if the database undid it."""
+"""Transactions: a listener's work in a session, ended by the worker alone."""
 
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Self
 
-from sqlalchemy import Connection, StaticPool
+from sqlalchemy import Connection, StaticPool, select
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 from sqlalchemy.util import await_only
 
-from outbox.core.backoff import DATABASE, Outage
 from outbox.core.errors import ConfigurationError
-from outbox.core.events import Conflicted, Observer
 from outbox.core.loops import uncut
 from outbox.core.store import QueueClaim, Store
 from outbox.core.transaction_state import TransactionState, tied
@@ -33,12 +30,7 @@ AUTOCOMMIT = (
     "its connect_args"
 )
 
-RUNS = 10  # of one transaction that collides, within one attempt; then it has failed like any other
-LOSSES = 5  # the same for lost connections: fewer, because it may be the listener that costs them, or their server
-FIRST_RERUN_PAUSE, LONGEST_RERUN_PAUSE = (
-    0.01,
-    0.5,
-)  # seconds before the next run, doubling, less a random part of up to half
+_NOT_RENEWED = "the lease could not be renewed"
 
 Around = Callable[[Connection], AbstractContextManager[None]]
 
@@ -212,48 +204,67 @@ def _cut(session: Session, guard: TransactionGuard) -> None:
 
 
 class Leases:
-    """Makes them for the transactions of a worker."""
+    """Makes them for the transactions of a listener."""
 
     def __init__(self, store: Store, grace: timedelta) -> None:
-        self._store = store
+        self.store = store
         self._grace = grace
+        self.sessions_read_first = False  # a transaction had its snapshot before its leases could be renewed
 
     def of(self, delivery: Delivery, limit: timedelta) -> Unrenewed:
         """Those of a transaction that may take so long, and its end the grace beside that."""
-        return Unrenewed(self._store, delivery, limit + self._grace)
+        return Unrenewed(self, delivery, limit + self._grace)
+
+
+class SnapshotTaken(NotStarted):
+    """The session has read before the leases were renewed: it has to begin anew, after they are."""
 
 
 class Unrenewed:
     """The leases on the deliveries of one transaction.
 
     A transaction that keeps the snapshot of its first statement cannot delete a row that was written since. So the
-    leases are renewed once, right before that statement, for as long as the transaction may take.
+    leases are renewed once, right before that statement, for as long as the transaction may take. A session may execute
+    it as soon as it begins, by a hook of the application: once that was seen, they are renewed before the session.
     """
 
-    def __init__(self, store: Store, delivery: Delivery, lease: timedelta) -> None:
-        self._store = store
+    def __init__(self, leases: Leases, delivery: Delivery, lease: timedelta) -> None:
+        self._leases = leases
         self._deliveries: Sequence[Delivery] = delivery.deliveries if isinstance(delivery, Batch) else (delivery,)
         self._lease = lease
         self._loop = asyncio.get_running_loop()
         self._claims: dict[QueueClaim, list[int]] = {}
 
     def begin(self, connection: Connection) -> None:
-        """Called on the connection of the transaction, before anything is sent on it, in whatever thread."""
-        if _claim_of(self._deliveries[0]) is None:
+        """Called on the connection of the transaction, before the worker sends anything on it, in whatever thread."""
+        if self._claims or _claim_of(self._deliveries[0]) is None:
             return
+        transactions = self._leases.store.transactions
         try:
-            if self._store.transactions.keeps_snapshot(connection):
+            is_idle = transactions.state_of(connection) is TransactionState.IDLE
+            keeps_snapshot = transactions.keeps_snapshot(connection)
+            if keeps_snapshot and is_idle:
                 self._wait_for(self._renew())
         except Exception as error:
-            raise NotStarted("the lease could not be renewed") from error
+            raise NotStarted(_NOT_RENEWED) from error
+        if keeps_snapshot and not is_idle:
+            self._leases.sessions_read_first = True
+            raise SnapshotTaken("the session has read before the lease was renewed")
 
-    def __enter__(self) -> Self:
+    async def __aenter__(self) -> Self:
+        if self._leases.sessions_read_first:
+            try:
+                await self._renew()
+            except BaseException as error:
+                self._renew_again()
+                if isinstance(error, Exception):
+                    raise NotStarted(_NOT_RENEWED) from error
+                raise
         return self
 
-    def __exit__(self, *error: object) -> None:
+    async def __aexit__(self, *error: object) -> None:
         """The transaction is over: they are renewed with all others again. Called by the event loop."""
-        for claim, ids in self._claims.items():
-            claim.renew_again(ids)
+        self._renew_again()
 
     async def _renew(self) -> None:
         for delivery in self._deliveries:
@@ -262,6 +273,10 @@ class Unrenewed:
                 self._claims.setdefault(claim, []).append(delivery.attempt.id)
         for claim, ids in self._claims.items():
             await claim.renew_once(ids, self._lease)
+
+    def _renew_again(self) -> None:
+        for claim, ids in self._claims.items():
+            claim.renew_again(ids)
 
     def _wait_for(self, work: Coroutine[Any, Any, None]) -> None:
         try:
@@ -305,6 +320,14 @@ def noticing_loss(connection: Connection, is_over: Callable[[], bool] = lambda: 
         raise ConnectionLost(error) from error
 
 
+def check_answers(connection: Connection, queue: str) -> None:
+    """Refuse to call a listener if the database is away: a pooler before it takes connections all the same."""
+    try:
+        connection.execute(select(1))
+    except Exception as error:
+        raise NotStarted(f"no database for {queue}") from error
+
+
 def _is_lost(connection: Connection, error: Exception) -> bool:
     if isinstance(error, ConnectionGone):
         return True
@@ -323,52 +346,3 @@ def _was_cut(error: BaseException | None) -> bool:
         seen.add(id(error))
         error = error.__cause__ or error.__context__
     return False
-
-
-class Reruns:
-    """Says how often a listener's transaction runs until no other is in its way and its connection lasts."""
-
-    def __init__(self, store: Store, queue: str, observe: Observer) -> None:
-        self.store = store
-        self.queue = queue
-        self.observe = observe
-        self.outage = Outage(f"session for {queue}", DATABASE, observe)
-
-    def of(self, delivery: Delivery) -> Rerun:
-        """The runs of one delivery, from its first failure on."""
-        return Rerun(self, delivery)
-
-
-class Rerun:
-    """The runs of one delivery's transaction that failed so far."""
-
-    def __init__(self, reruns: Reruns, delivery: Delivery) -> None:
-        self._reruns = reruns
-        self._delivery = delivery
-        self._conflicts = 0
-        self._losses = 0
-
-    async def wait(self, error: Exception) -> bool:
-        """Wait before the next run; False if there is none: after any other failure, and after too many of these."""
-        reruns = self._reruns
-        if isinstance(error, ConnectionLost):
-            self._losses += 1
-            if self._losses == LOSSES:
-                raise error.error from error.error.__cause__
-            pause = _rerun_pause(self._losses)
-            reruns.outage.struck(error.error, pause)
-        else:
-            if isinstance(error, NotStarted) or not reruns.store.transactions.is_conflict(error):
-                return False
-            self._conflicts += 1
-            if self._conflicts == RUNS:
-                return False
-            pause = _rerun_pause(self._conflicts)
-            reruns.observe(Conflicted(reruns.queue, self._delivery.attempt, self._conflicts, error, pause))
-        await asyncio.sleep(pause.total_seconds())
-        return True
-
-
-def _rerun_pause(count: int) -> timedelta:
-    longest = min(LONGEST_RERUN_PAUSE, FIRST_RERUN_PAUSE * 2 ** (count - 1))
-    return timedelta(seconds=longest * random.uniform(0.5, 1))  # noqa: S311 - it only spreads them

@@ -17,7 +17,7 @@ from outbox.core.durations import NO_DELAY
 from outbox.core.errors import ClosedForGood
 from outbox.core.events import Observer, StillRunning, Troubled
 from outbox.core.listener import Listener
-from outbox.core.loops import ABANDONED, cut
+from outbox.core.loops import ABANDONED, LOST, cut
 from outbox.core.transport import Consumer, Delivery
 from outbox.inbound.batches import Batches
 from outbox.inbound.concurrency import Exclusive, Slots, Start, slots_for
@@ -212,7 +212,7 @@ class Worker:
         for run in self._running:
             if run.can_be_cut and run.has_begun and not run.was_cut and run.task is not None and run.is_lost:
                 run.was_cut = True
-                cut(run.task)
+                cut(run.task, LOST)
 
     async def _watch(self) -> None:
         """Say once of each listener that it runs for very long: the next thing it meets is a broker's own limit."""

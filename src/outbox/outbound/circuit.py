@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,7 +18,7 @@ from outbox.core.store import Circuit, CircuitState, Store
 
 LOOK_EVERY = 1.0  # seconds between two looks at what other relays found out
 SHORTEST, LONGEST = 1.0, 7.5  # seconds of pause, doubling: whoever comes back is asked within ten
-LONGEST_TURN = 1.0  # seconds that a round without an answer keeps others back while less than a batch passes
+LONGEST_TURN = 1.0  # seconds that a round or a probe without an answer keeps others back
 REFUSALS = 10  # unspecific refusals in a row, after which a destination refuses everything
 REFUSED_FOR = 15 * 60.0  # seconds for which that is a mistake that passes; then it is what the destination means
 JITTER = 0.2  # of a pause, either way: relays of many services must not come back at the same moment
@@ -84,6 +84,7 @@ class Passage:
 
     room: int  # for so many messages
     probing: bool = False
+    error: str = ""  # for which the circuit is open
     probe: int | None = None  # what the database calls the probe, once it is this round's
     began: float = 0.0
     answered: bool = False
@@ -103,7 +104,8 @@ class Breaker:
 
     Closed: everything passes, and nothing is asked but now and then what others found out. A round without any answer
     opens it, and so do unspecific refusals in a row while nothing is taken. When its pause is over one relay of all
-    sends one message; an answer closes it, and then one message may pass, two, four, until batches are whole again.
+    sends one message, and one more if the first has no answer soon; an answer closes it, and then one message may pass,
+    two, four, until batches are whole again. While a single message is all that got no answer, it alone pauses.
     """
 
     def __init__(
@@ -150,16 +152,19 @@ class Breaker:
 
     async def _look(self, passage: Passage) -> None:
         passage.room = self._room
-        known = self._circuits.known(self._destination)
-        if known is not None and await self._circuits.look(self._destination) is not None:
+        if self._circuits.known(self._destination) is None:
+            return
+        known = await self._circuits.look(self._destination)
+        if known is not None:
             self._room = 1
             passage.room = 0 if self._circuits.remaining(self._destination) else 1
             passage.probing = True
+            passage.error = known.error
 
     async def passes(self, passage: Passage) -> bool:
         """Whether what was claimed may go out: asked when there is something, because all of this costs statements."""
         if passage.probing:
-            passage.probe = await self._store.circuits.probe(self._destination, self._lease)
+            passage.probe = await self._store.circuits.probe(self._destination, self._probe_lease)
             self._circuits.forget()
         elif await self._circuits.look(self._destination) is not None:
             self._room = 1
@@ -167,6 +172,16 @@ class Breaker:
         passage.began = self._clock()
         asyncio.get_running_loop().call_later(LONGEST_TURN, passage.let_others_pass)
         return not passage.probing or passage.probe is not None
+
+    @property
+    def _probe_lease(self) -> timedelta:
+        """A first probe without an answer soon leaves the way to a second one: it may be the message that is to blame.
+
+        A second one is all that a destination gets which is away.
+        """
+        known = self._circuits.known(self._destination)
+        is_second = known is not None and known.state is CircuitState.PROBING
+        return self._lease if is_second else timedelta(seconds=LONGEST_TURN)
 
     def took(self, passage: Passage) -> None:
         """The destination took a message."""
@@ -206,12 +221,20 @@ class Breaker:
             circuits.closed(destination, refusing=not passage.took)
         passage.probe = None
 
-    async def failed(self, passage: Passage, error: str, *, alone: bool) -> timedelta:
-        """No answer came to anything of a round; for how long a message that was alone in it should not be tried."""
+    async def failed(self, passage: Passage, error: str, ids: Sequence[str]) -> timedelta:
+        """No answer came to anything of a round; for how long a message that was alone in it should not be tried.
+
+        As long as the same message is all that got no answer, it may be what its destination cannot bear, and the
+        pause is its own: others need not wait. All relays know it by the error.
+        """
         if self._answered_at > passage.began:  # to somebody else one did: it is there
             return NO_DELAY
-        pause = await self._open(passage, error)
-        return pause if alone else NO_DELAY
+        if len(ids) > 1:
+            await self._open(passage, error)
+            return NO_DELAY
+        if passage.probing and ids[0] not in passage.error:
+            return await self._open(passage, error)
+        return await self._open(passage, f"{error} (message {ids[0]})", holds_back=False)
 
     async def unused(self, passage: Passage) -> None:
         """Nothing of a round could be sent. If it was to probe, another message does so at once."""
@@ -220,11 +243,14 @@ class Breaker:
             passage.probe = None
             self._circuits.forget()
 
-    async def _open(self, passage: Passage, error: str, *, refusing: bool = False) -> timedelta:
+    async def _open(
+        self, passage: Passage, error: str, *, refusing: bool = False, holds_back: bool = True
+    ) -> timedelta:
         pause, probe = self._pause(passage.probe or 0, error), passage.probe
         self._room = 1
         self._circuits.forget()
-        if await self._store.circuits.open(self._destination, pause, error, probe=probe, refusing=refusing):
+        until = pause if holds_back else NO_DELAY
+        if await self._store.circuits.open(self._destination, until, error, probe=probe, refusing=refusing):
             self._observe(CircuitOpened(self._destination, error, pause))
         passage.probe = None
         await self._circuits.look(self._destination)
@@ -249,6 +275,4 @@ class Breaker:
         """Let another relay probe at once; if not even that can be written, the lease of the probe runs out."""
         if passage.probe is not None:
             with suppress(Exception):
-                await self._store.circuits.open(
-                    self._destination, NO_DELAY, "a probe was given up", probe=passage.probe
-                )
+                await self._store.circuits.open(self._destination, NO_DELAY, passage.error, probe=passage.probe)

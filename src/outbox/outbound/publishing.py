@@ -228,7 +228,8 @@ class Publisher:
                     return 0  # what was claimed is given back
                 else:
                     # Another message goes first next time: this one may be what its destination cannot bear.
-                    await settling.finish(Released(await breaker.failed(passage, str(error), alone=alone)))
+                    ids = [attempt.message.id for attempt in claim.attempts]
+                    await settling.finish(Released(await breaker.failed(passage, str(error), ids)))
                     return 0
         await breaker.answered(passage)
         return len(claim.attempts)
@@ -284,6 +285,8 @@ class Publisher:
             if cancelled_from_outside():
                 raise
             return Published()  # the client library's own end, not ours: everything is in doubt
+        if not isinstance(published, Published):
+            raise TypeError(f"publish() of {self._transport.name} returned {type(published).__name__}, not Published")
         if published.answered:
             self._answered_at = now()
         return published

@@ -19,7 +19,10 @@ from sqlalchemy import (
     Insert,
     Select,
     Table,
+    case,
     literal,
+    literal_column,
+    null,
 )
 from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.types import TypeEngine
@@ -29,7 +32,7 @@ from outbox.core.durations import EARLIEST
 from outbox.core.errors import TablesMissing, TransactionError
 from outbox.core.store import Difference, Rows
 from outbox.core.transaction_state import TransactionState
-from outbox.stores.rows import as_seconds
+from outbox.stores.rows import LARGEST, TOO_LARGE, as_seconds
 from outbox.stores.tables import Tables, TableShapes
 
 
@@ -97,6 +100,18 @@ class SqlDialect(TableShapes, ABC):
     @abstractmethod
     def size(self, column: ColumnElement[Any]) -> ColumnElement[int]:
         """How many bytes a column of bytes or of text has, 0 for NULL. Values of many megabytes may count as less."""
+
+    def readable_columns(self, table: Table) -> dict[str, ColumnElement[Any]]:
+        """All columns of a table as they are read: rows may be of another program.
+
+        What is larger than in any message stays in the database: one such row would fail all that are read with it.
+        """
+        columns = {column.name: self.readable(column) for column in table.c}
+        for name in LARGEST.keys() & columns.keys():
+            fits = self.size(table.c[name]) <= literal_column(str(LARGEST[name]))
+            instead = null() if name == "body" else literal_column(f"'{TOO_LARGE}'")
+            columns[name] = case((fits, columns[name]), else_=instead)
+        return columns
 
     @abstractmethod
     def skipping_locked(self, statement: Select[Any]) -> Select[Any]:

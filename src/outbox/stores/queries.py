@@ -218,7 +218,7 @@ class SqlInspection:
 
 def readable(dialect: SqlDialect, table: Table) -> list[ColumnElement[Any]]:
     """All columns of a table, for rows that another program may have written."""
-    return [dialect.readable(column).label(column.name) for column in table.c]
+    return [column.label(name) for name, column in dialect.readable_columns(table).items()]
 
 
 def skew(

@@ -35,9 +35,9 @@ from outbox.stores.claiming import SqlClaim, SqlFeed
 from outbox.stores.dialect import SqlDialect
 from outbox.stores.leases import one_more
 from outbox.stores.receiving import SqlReceiving
-from outbox.stores.rows import FOUND, QUEUE, ClaimedRow, history_line, placed_row
+from outbox.stores.rows import history_line, placed_row
 from outbox.stores.runner import Runner
-from outbox.stores.selecting import SqlSelecting, StraightRoute, Tokens
+from outbox.stores.selecting import SqlSelecting, StraightRoute, StraightRouted, Tokens
 from outbox.stores.settling import SqlSettling
 from outbox.stores.tables import MESSAGE_COLUMNS, Tables
 from outbox.stores.wakeup import Wakeup
@@ -59,24 +59,16 @@ class _Round:
         self.discarded = 0
         self.dead: dict[str, dict[int, Dead]] = {}
 
-    def hold(self, rows: Sequence[Any]) -> None:
+    def hold(self, routed: StraightRouted) -> None:
         """What was routed straight."""
         self.answered()
-        for queue, leased in self._by_queue(rows).items():
+        for queue, leased in routed.leased.items():
             self.held.add(queue)
             self.routed[queue] += len(leased)
             if dead := self.claims[queue].hold(leased):
                 self.dead[queue] = dead
-        self.taken += len(rows)
-        self.all_routed = bool(rows) and rows[0][FOUND] == len(rows)
-
-    def _by_queue(self, rows: Sequence[Any]) -> Mapping[str, Sequence[ClaimedRow]]:
-        if len(self.claims) == 1:
-            return {rows[0][QUEUE]: rows} if rows else {}
-        by_queue: defaultdict[str, list[ClaimedRow]] = defaultdict(list)
-        for row in rows:
-            by_queue[row[QUEUE]].append(row)
-        return by_queue
+            self.taken += len(leased)
+        self.all_routed = self.taken > 0 and routed.found == self.taken
 
     def answered(self) -> None:
         for claim in self.claims.values():

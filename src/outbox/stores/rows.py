@@ -14,7 +14,7 @@ from outbox.core.dead_letter import DeadLetter
 from outbox.core.durations import EARLIEST, LATEST, OLDEST
 from outbox.core.history import LONGEST_HISTORY as LONGEST_HISTORY
 from outbox.core.history import history_line as history_line
-from outbox.core.message import LARGEST_HEADERS, MOST_IDS, Message, remade
+from outbox.core.message import LARGEST_HEADERS, LARGEST_READ, MOST_IDS, Message, remade
 from outbox.core.store import StoredMessage
 from outbox.stores.tables import NOT_ROUTED
 
@@ -24,9 +24,15 @@ MOST_TRIES = 1_000_000_000  # attempts or starts that a message can have had
 # What emit writes as JSON is shorter: there a character takes up to three times the bytes that it has in UTF-8.
 LONGEST_HEADERS = 3 * LARGEST_HEADERS + 1024  # characters
 LONGEST_IDS = MOST_IDS * (3 * LONGEST_KEY + 4)
+# Bytes that are read of these columns; in UTF-8 a character has up to four.
+LARGEST = {"body": LARGEST_READ, "headers": 4 * LONGEST_HEADERS, "tracking_ids": 4 * LONGEST_IDS}
+TOO_LARGE = "too large to be read"  # in place of headers or tracking ids that are; no JSON
 UNREADABLE = "its row cannot be read"
 _NO_TEXT = "its routing key, message id, key or content type is not text in UTF-8"
-_OTHER_TYPE = f"created_at is not between the years {OLDEST.year} and {LATEST.year}, or a column has a wrong type"
+_OTHER_TYPE = (
+    f"created_at is not between the years {OLDEST.year} and {LATEST.year}, a column has a wrong type, or its body has "
+    f"more than {LARGEST_READ} bytes"
+)
 
 _SURELY_SHORT = LONGEST_KEY // 4  # characters: no text of so many has more bytes than brokers allow
 
@@ -70,8 +76,6 @@ class ClaimedRow(NamedTuple):
 
 CLAIMED = ClaimedRow._fields
 BODY = CLAIMED.index("body")
-FOUND = len(CLAIMED)  # behind it: how many due messages the statement found
-QUEUE = FOUND + 1  # behind that: the queue, where the statement has routed too
 
 
 class UnreadableText(str):
@@ -138,6 +142,8 @@ def _message(
 
 
 def _as_headers(text: str) -> dict[str, str]:
+    if text == TOO_LARGE:
+        raise ValueError(f"its headers have more than {LARGEST['headers']} bytes")
     if len(text) > LONGEST_HEADERS:
         raise ValueError(f"its headers have {len(text)} characters, more than {LONGEST_HEADERS}")
     headers = None if type(text) is UnreadableText else json.loads(text)
@@ -155,6 +161,8 @@ def _as_headers(text: str) -> dict[str, str]:
 
 
 def _as_ids(text: str) -> list[str]:
+    if text == TOO_LARGE:
+        raise ValueError(f"its tracking ids have more than {LARGEST['tracking_ids']} bytes")
     if len(text) > LONGEST_IDS:
         raise ValueError(f"its tracking ids have {len(text)} characters, more than {LONGEST_IDS}")
     ids = None if type(text) is UnreadableText else json.loads(text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 from uuid import UUID, uuid4
 
@@ -122,6 +122,14 @@ class StraightRoute:
     rooms: Mapping[str, int]  # how many each queue takes
     lease: timedelta
     token: UUID
+    since: datetime | None = None  # as of a selection
+
+
+class StraightRouted(NamedTuple):
+    """What such a statement has leased."""
+
+    found: int  # how many messages were due: those that are not among the leased it left alone
+    leased: Mapping[str, Sequence[ClaimedRow]]  # by queue
 
 
 class SqlSelecting:
@@ -159,11 +167,8 @@ class SqlSelecting:
         largest = AIM if selection.largest_bytes is None else selection.largest_bytes
         return [row.id for row in chosen[: how_many_fit((row.size for row in chosen), largest)]]
 
-    async def route_straight(self, route: StraightRoute, hold: Callable[[Sequence[ClaimedRow]], None]) -> None:
-        """Route and lease due messages whose queues are known, for databases that can in one statement.
-
-        Each row that is to be held has CLAIMED, how many messages were due, and its queue.
-        """
+    async def route_straight(self, route: StraightRoute, hold: Callable[[StraightRouted], None]) -> None:
+        """Route and lease due messages whose queues are known, for databases that can in one statement."""
 
     @kept_property
     def due(self) -> Select[Any]:
@@ -232,21 +237,21 @@ class SqlSelecting:
     def _told(self, isolated: ColumnElement[Any]) -> list[ColumnElement[Any]]:
         """What is told of leased rows."""
         columns = self._messages.c
-        told: dict[str, ColumnElement[Any]] = {
+        told: dict[str, ColumnElement[Any]] = self._dialect.readable_columns(self._messages) | {
             "due_at": self._dialect.readable(columns.due_at, EARLIEST),
             "expired": columns.expires_at <= self._dialect.now(),
             "isolated": isolated,
         }
-        return [(told[name] if name in told else self._dialect.readable(columns[name])).label(name) for name in CLAIMED]
+        return [told[name].label(name) for name in CLAIMED]
 
 
 def due_parameters(selection: Selection) -> dict[str, Any]:
-    """What `due` binds, from the very beginning."""
+    """What `due` binds."""
     return {
         "wanted": selection.destination or NOT_ROUTED,
         "limit": selection.limit,
         "suspected": selection.suspected is not Suspected.NONE,
-        "since": None,
+        "since": selection.since,
     }
 
 

@@ -6,7 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from operator import itemgetter
 from typing import Any, TypeVar
@@ -45,9 +45,17 @@ from outbox.stores.dialect import SqlDialect
 from outbox.stores.postgresql.runner import PostgresqlRunner
 from outbox.stores.postgresql.wakeup import PostgresqlWakeup
 from outbox.stores.routing import moved
-from outbox.stores.rows import FOUND, ClaimedRow, as_seconds
+from outbox.stores.rows import CLAIMED, ClaimedRow, as_seconds
 from outbox.stores.runner import WORK_WITHIN
-from outbox.stores.selecting import AIM, SqlSelecting, StraightRoute, Tokens, due_parameters, lease_parameters
+from outbox.stores.selecting import (
+    AIM,
+    SqlSelecting,
+    StraightRoute,
+    StraightRouted,
+    Tokens,
+    due_parameters,
+    lease_parameters,
+)
 from outbox.stores.tables import NOT_ROUTED, Tables
 
 # ScanPosition: where in a queue the live rows begin.
@@ -157,28 +165,27 @@ class PostgresqlSelecting(SqlSelecting):
         if not self._wakeup.is_quiet(destination) or not self._own_runner.direct.is_free:
             return True
         with self._heads[destination].looking() as look:
-            first = {**due_parameters(selection), "limit": 1, "since": look.bound}
-            look.found = await self._runner.ask(self.due, first)
+            first = replace(selection, limit=1, since=look.bound)
+            look.found = await self._runner.ask(self.due, due_parameters(first))
             look.ended = not look.found
         return bool(look.found)
 
     def search(self, connection: Connection, statement: Executable, selection: Selection) -> Sequence[Row[Any]]:
         return self._look_for(
-            connection, due_parameters(selection), lambda all: connection.execute(statement, all).all(), len
+            connection, selection, lambda seen: connection.execute(statement, due_parameters(seen)).all(), len
         )
 
     def take(self, connection: Connection, selection: Selection, tokens: Tokens) -> Sequence[ClaimedRow]:
         take = self._take_all if selection.suspected is Suspected.ALL else self._take_one_suspected
-        parameters = {
-            **due_parameters(selection),
+        leasing = {
             **lease_parameters(selection, tokens),
             "most": AIM if selection.largest_bytes is None else selection.largest_bytes,
         }
         rows: Any = self._look_for(
             connection,
-            parameters,
-            lambda all: self._runner.fetch(connection, take, all),
-            lambda rows: rows[0][FOUND] if rows else 0,
+            selection,
+            lambda seen: self._runner.fetch(connection, take, {**due_parameters(seen), **leasing}),
+            _found,
         )
         self._wakeup.found(selection.destination or NOT_ROUTED, bool(rows))
         return rows  # type: ignore[no-any-return]
@@ -186,14 +193,14 @@ class PostgresqlSelecting(SqlSelecting):
     def _look_for(
         self,
         connection: Connection,
-        parameters: Mapping[str, Any],
-        find: Callable[[Mapping[str, Any]], Found],
+        selection: Selection,
+        find: Callable[[Selection], Found],
         found: Callable[[Found], int],
     ) -> Found:
-        head = self._heads[parameters["wanted"]]
+        head = self._heads[selection.destination or NOT_ROUTED]
         with head.looking() as look:
-            rows = find({**parameters, "since": look.bound})
-            look.found, look.ended = rows, found(rows) < parameters["limit"]
+            rows = find(replace(selection, since=look.bound))
+            look.found, look.ended = rows, found(rows) < selection.limit
         if head.in_doubt:
             head.counted(self._dead_rows(connection))
         return rows
@@ -219,18 +226,18 @@ class PostgresqlSelecting(SqlSelecting):
 
     # Routing in one round trip.
 
-    async def route_straight(self, route: StraightRoute, hold: Callable[[Sequence[ClaimedRow]], None]) -> None:
+    async def route_straight(self, route: StraightRoute, hold: Callable[[StraightRouted], None]) -> None:
         head = self._heads[NOT_ROUTED]
-        statement, asked = self._route_straight_statement, _parameters(route)
-        if len(route.rooms) == 1 and route.limit <= min(route.rooms.values()):
-            statement = self._route_to_one_statement
-            del asked["rooms"]
+        to_one = len(route.rooms) == 1 and route.limit <= min(route.rooms.values())
+        statement = self._route_to_one_statement if to_one else self._route_straight_statement
 
         async def work() -> None:
             with head.looking() as look:
-                rows: Any = await self._own_runner.direct.ask(statement, {**asked, "since": look.bound})
-                hold(rows)
-                if rows and rows[0][FOUND] == len(rows):  # otherwise the head stays where somebody still waits
+                asked = _parameters(replace(route, since=look.bound), to_one=to_one)
+                rows = await self._own_runner.direct.ask(statement, asked)
+                routed = StraightRouted(_found(rows), _by_queue(rows, alone=len(route.rooms) == 1))
+                hold(routed)
+                if rows and routed.found == len(rows):  # otherwise the head stays where somebody still waits
                     look.found, look.ended = rows, len(rows) < route.limit
             if head.in_doubt:
                 head.counted(await self._own_runner.first_look(self._dead_rows))
@@ -269,8 +276,28 @@ class PostgresqlSelecting(SqlSelecting):
         return leased.returning(*self._told(literal(0)), count(found), self._messages.c.destination)
 
 
-def _parameters(route: StraightRoute) -> dict[str, Any]:
-    return {
+# Behind what is claimed: how many due messages the statement found, and the queue, where it has routed too.
+_FOUND = len(CLAIMED)
+_QUEUE = _FOUND + 1
+
+
+def _found(rows: Sequence[Any]) -> int:
+    found: int = rows[0][_FOUND] if rows else 0
+    return found
+
+
+def _by_queue(rows: Sequence[Any], *, alone: bool) -> Mapping[str, Sequence[ClaimedRow]]:
+    if alone:
+        return {rows[0][_QUEUE]: rows} if rows else {}
+    by_queue: defaultdict[str, list[ClaimedRow]] = defaultdict(list)
+    for row in rows:
+        by_queue[row[_QUEUE]].append(row)
+    return by_queue
+
+
+def _parameters(route: StraightRoute, *, to_one: bool) -> dict[str, Any]:
+    rooms = {} if to_one else {"rooms": route.rooms}
+    return rooms | {
         "wanted": NOT_ROUTED,
         "limit": route.limit,
         "suspected": True,
@@ -278,7 +305,7 @@ def _parameters(route: StraightRoute) -> dict[str, Any]:
         "version": route.version,
         "lease": as_seconds(route.lease),
         "queues": route.queues,
-        "rooms": route.rooms,
+        "since": route.since,
         "token": route.token,
     }
 

@@ -38,6 +38,7 @@ KEEP_ALIVE = 4.0  # seconds that an idle connection is kept: less than servers d
 SHORTEST_SECRET = 6  # characters: what is shorter would be found everywhere
 NOT_YET = float("inf")  # when a request went out that has not
 MOMENT = 0.01  # seconds in which answers are reported together
+MOST_SILENT = 100  # messages without an answer that are remembered
 AT_ONCE = 1.0  # seconds in which a request is sent again whose connection was closed under it
 
 Mode = Literal["structured", "binary"]
@@ -117,6 +118,7 @@ class HttpTransport(Transport):
             self._now = asyncio.get_running_loop().time
             self._slots = asyncio.Semaphore(self._concurrency)
             self._answered = float("-inf")  # when the destination last answered at all
+            self._silent: dict[str, float] = {}  # when messages that were asked about alone got no answer
             self._client = HttpClient(self._destination.url, self._headers, self._connector())
 
     async def close(self) -> None:
@@ -129,12 +131,32 @@ class HttpTransport(Transport):
         with closing(batch):
             await asyncio.gather(*(self._work(batch) for _ in range(min(self._concurrency, len(messages)))))
         # Only now: a request may have failed before another one of its time was answered.
-        for silence in batch.silences:
-            if self._answered > silence.request.went_out_at:
-                batch.refused[silence.id] = Refusal(f"{self._destination.host} answers others: {silence.error}")
-        why = batch.silences[0].error if batch.silences else ""
+        alone = len(messages) == 1
+        unexplained = [silence for silence in batch.silences if not self._is_refused(silence, batch, alone)]
+        if alone:
+            self._note_silence(messages[0].id, batch)
+        why = unexplained[0].error if unexplained else ""
         published = Published(frozenset(batch.confirmed), batch.refused, why)
-        return published if batch.silences or published.answered else replace(published, asked=False)
+        return published if unexplained or published.answered else replace(published, asked=False)
+
+    def _is_refused(self, silence: _Silence, batch: _PostedBatch, alone: bool) -> bool:
+        """Whether a silence is about its message: others were answered since it went out, or was silent before."""
+        went_out_at = silence.request.went_out_at
+        was_silent_at = self._silent.get(silence.id, NOT_YET) if alone and went_out_at != NOT_YET else NOT_YET
+        answered_meanwhile = self._answered > went_out_at
+        if not answered_meanwhile and not self._answered > was_silent_at:
+            return False
+        text = f"{self._destination.host} answers others: {silence.error}"
+        batch.refused[silence.id] = Refusal(text, unanswered=not answered_meanwhile)
+        return True
+
+    def _note_silence(self, id: str, batch: _PostedBatch) -> None:
+        """Remember when a message that was asked about alone got no answer."""
+        self._silent.pop(id, None)
+        if any(silence.request.went_out_at != NOT_YET for silence in batch.silences):
+            self._silent[id] = self._now()
+            if len(self._silent) > MOST_SILENT:
+                del self._silent[next(iter(self._silent))]
 
     async def _work(self, batch: _PostedBatch) -> None:
         """Post one message after the other. What cannot be answered within the relay's time is not begun."""
@@ -168,7 +190,7 @@ class HttpTransport(Transport):
             request = self._request(message)
         except Exception as cause:  # noqa: BLE001 - another program wrote its row, and no later attempt can write it
             text = f"it cannot be written as a request: {described(cause)}"
-            batch.refuse(message.id, Refusal(text, permanent=True, unsent=True))
+            batch.refuse(message.id, Refusal(text, permanent=True, unanswered=True))
             return
         try:
             found = await self._answer(request, sent)
