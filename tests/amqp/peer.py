@@ -18,6 +18,7 @@ import asyncio
 import itertools
 import socket
 import struct
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
@@ -186,6 +187,7 @@ class PeerConnection:
         self.channels: dict[int, PeerChannel] = {}
         self._reader = reader
         self._writer = writer
+        self._aside: deque[tuple[int, Any]] = deque()  # frames that came between those of another channel
         self._heard = asyncio.Event()
         self._heard.set()
 
@@ -224,7 +226,7 @@ class PeerConnection:
             await self._shake_hands()
             heard: object = None
             while not isinstance(heard, Connection.Close | Connection.CloseOk):
-                number, heard = await self._next()
+                number, heard = self._aside.popleft() if self._aside else await self._next()
                 await self._take(number, heard)
         except (ConnectionError, asyncio.IncompleteReadError):
             pass
@@ -259,11 +261,23 @@ class PeerConnection:
                 channel.closed |= isinstance(reply, Channel.Close | Channel.CloseOk)
             self.peer.note(channel, heard)
 
-    async def content(self) -> tuple[Basic.Properties, bytes]:
-        _, head = await self._next()
+    async def _next_of(self, number: int) -> Any:
+        """The next frame of one channel; those of others may come between them, and wait."""
+        for index, (channel, heard) in enumerate(self._aside):
+            if channel == number:
+                del self._aside[index]
+                return heard
+        while True:
+            channel, heard = await self._next()
+            if channel == number:
+                return heard
+            self._aside.append((channel, heard))
+
+    async def content(self, number: int) -> tuple[Basic.Properties, bytes]:
+        head = await self._next_of(number)
         parts, size = [], 0
         while size < head.body_size:
-            _, part = await self._next()
+            part = await self._next_of(number)
             parts.append(part.value)
             size += len(part.value)
         return head.properties, b"".join(parts)
@@ -309,7 +323,7 @@ class PeerChannel:
         self.write(b"".join(frame.marshal(one, self.number) for one in frames))
 
     async def take_content(self, method: Basic.Publish) -> None:
-        properties, text = await self.connection.content()
+        properties, text = await self.connection.content(self.number)
         if not self.closed:
             published = Published(self, next(self._publish_tags), method, properties, text)
             self.connection.peer.note_published(published)
