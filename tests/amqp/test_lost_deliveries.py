@@ -297,6 +297,27 @@ async def test_a_message_whose_first_run_ends_soon_begins_again_at_once(peer: Pe
     assert not peer.has_published
 
 
+async def test_a_thread_that_outlasts_its_timeout_has_not_ended_yet(
+    peer: Peer, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lost_runs, "WAITS_HERE", 0.5)
+    thread = Thread()
+    listener = Listener("order.#", thread, queue="orders", concurrency=2, retry_delays=[1], timeout=0.1)
+    async with working(peer, listener, recorder):
+        first = await peer.consuming()
+        first.deliver()
+        await eventually(lambda: thread.starts == 1)
+        close_connection(first)
+        second = await peer.consuming()
+        second.deliver(redelivered=True)
+        copy = await peer.published()  # behind a delay, because it goes on after its timeout
+        copy.channel.ack(copy.tag)
+        assert copy.method.exchange == "outbox.delay_1s"
+        assert thread.starts == 1
+        thread.go_on.set()
+        await recorder.wait_for(Unsettled)
+
+
 async def test_a_listener_that_does_not_heed_its_cancellation_is_not_run_beside_itself(
     peer: Peer, recorder: Recorder
 ) -> None:

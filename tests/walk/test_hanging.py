@@ -413,6 +413,7 @@ async def test_while_traffic_grows_back_a_round_without_an_answer_keeps_others_w
     await emit(outbox, "good")
     await eventually(lambda: _one(relay))
     transport.go_on.clear()
+    await asyncio.sleep(2 * circuit.SHORTEST)  # the message that hangs was put off for about that long
     stuck = asyncio.create_task(relay.round())
     await eventually(lambda: transport.calls[-1] == ["hangs"])
     await emit(outbox, "good")

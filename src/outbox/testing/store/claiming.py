@@ -300,11 +300,11 @@ class ClaimingCases(StoreCases):
         async with AsyncExitStack() as stack:
             await self.expired(stack, store)
             claim = await stack.enter_async_context(
-                store.feed.claim(Selection(limit=1, lease=timedelta(seconds=0.3), destination="q", isolated_at=1))
+                store.feed.claim(Selection(limit=1, lease=timedelta(seconds=1), destination="q", isolated_at=1))
             )
             assert await claim.start(claim.attempts[0])
             await self.crash(claim)
-            await asyncio.sleep(0.35)
+            await asyncio.sleep(1.05)
             [attempt] = await claimed(store)
             assert (attempt.crash_count, attempt.isolated) == (2, False)
 

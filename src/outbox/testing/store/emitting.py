@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from functools import partial
 
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from outbox.core.attempt import Done, Reason
@@ -56,12 +58,27 @@ class EmittingCases(StoreCases):
     ) -> None:
         store = make_store()
         async with engine.connect() as connection:
-            await write(connection, store, *store.writing.insert([message()], NOW))
+            for _ in range(2):  # the second one finds tables that may be gone with this transaction
+                await write(connection, store, *store.writing.insert([message()], NOW))
             await connection.rollback()
         await emit(engine, store, message(body=b"kept"))
         assert [attempt.message.body for attempt in await claimed(store, destination=None)] == [b"kept"]
 
     # Emitting.
+
+    async def test_whether_a_transaction_keeps_anything_after_a_swallowed_error_is_known_before_its_commit(
+        self, engine: AsyncEngine, store: Store
+    ) -> None:
+        """Otherwise it would count as committed where its database rolls it back instead, without an error."""
+        async with engine.connect() as connection:
+            await write(connection, store, *store.writing.insert([message()], NOW))
+            with suppress(DBAPIError):
+                await connection.exec_driver_sql("SELECT no_such_column FROM no_such_table")
+            aborted = await connection.run_sync(store.transactions.aborted)
+            with suppress(DBAPIError):  # others say so
+                await connection.commit()
+        kept = await claimed(store, destination=None)
+        assert (aborted is None) == bool(kept)
 
     async def test_a_committed_message_is_stored(self, engine: AsyncEngine, store: Store) -> None:
         await emit(engine, store, message(body=b"1"))
