@@ -163,6 +163,13 @@ def test_whatever_comes_is_an_event_or_an_error_that_can_be_answered(body: bytes
         assert str(error)
 
 
+def test_of_ids_without_end_the_first_and_the_last_are_kept() -> None:
+    event = {"specversion": "1.0", "id": "own", "source": "/shop", "type": "order.created", "data": 1}
+    many = ",".join(f"id-{number}" for number in range(5000))
+    [found] = parse({"content-type": STRUCTURED}, json.dumps(event | {"outboxtrackingids": many}).encode())
+    assert found.message.tracking_ids == ("id-0", *(f"id-{number}" for number in range(4938, 5000)), "own")
+
+
 # How it is written.
 
 

@@ -23,7 +23,7 @@ from outbox.core.binding import check_name
 from outbox.core.cloudevents_json import EventReader, JsonEvent
 from outbox.core.durations import LATEST, OLDEST
 from outbox.core.errors import CloudEventInvalid, CloudEventUnsupported, ConfigurationError, named
-from outbox.core.message import BYTES, JSON, Message, is_media_type
+from outbox.core.message import BYTES, JSON, Message, is_media_type, kept
 from outbox.core.urls import check_uri_reference
 
 STRUCTURED: Final = "application/cloudevents+json"
@@ -279,7 +279,7 @@ def _other_headers(text: str) -> dict[str, str]:
 
 def _tracking_ids(text: str | None, id: str) -> tuple[str, ...]:
     ids = tuple(unquote(each) for each in text.split(",")) if text else ()
-    return ids if ids and ids[-1] == id else (*ids, id)
+    return kept(ids if ids and ids[-1] == id else (*ids, id))
 
 
 def _moment(attributes: Mapping[str, str], name: str) -> datetime | None:

@@ -131,7 +131,8 @@ def _producers(tables: Tables, connection: Connection) -> Finding:
     what = f"{', '.join(roles)} may insert into every column of {tables.messages.name}"
     advice = (
         "such a role can write into any queue, and rows that are dead-lettered as undecodable: run what `outbox tables "
-        f"sql --roles` prints, and for a role that is not of its making: {revoke_insert(tables, roles[0])}"
+        f"sql --roles` prints, and for roles that are not of its making: "
+        f"{' '.join(revoke_insert(tables, role) for role in roles)}"
     )
     return Finding(Level.WARNING, "producers", what, advice)
 
