@@ -16,7 +16,7 @@ from sqlalchemy.orm import Session
 from outbox import NEVER, ConfigurationError, Message, Outbox, listen
 from outbox.core.attempt import Dead, Done, RetryIn
 from outbox.core.events import Conflicted, Handled
-from outbox.inbound import transactions
+from outbox.inbound import reruns
 from tests.seeds.observing import PATIENCE
 
 from .strategies import Effects, Watch, emit, reached
@@ -262,7 +262,7 @@ async def test_collisions_have_a_count_of_their_own_and_then_the_attempt_has_fai
     make_outbox: MakeOutbox, watch: Watch, effects: Effects, transport: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outbox = make_outbox(transport=transport, observers=[watch])
-    monkeypatch.setattr(transactions, "RUNS", 3)
+    monkeypatch.setattr(reruns, "RUNS", 3)
     bodies: list[list[int]] = []
 
     @listen("#", queue="q", retry_delays=(0,))
