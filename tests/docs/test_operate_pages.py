@@ -51,7 +51,7 @@ def test_every_number_to_watch_is_in_the_document_of_status() -> None:
     counted |= {f"queues[].{each.name}" for each in fields(QueueBacklog)}
     counted |= {f"rates.{each.name}" for each in fields(Rates)}
     named = [re.findall(r"`(.+?)`", row) for row in ALERTS]
-    assert len(named) == 5
+    assert len(named) == 6
     assert {names[0] for names in named} <= counted
     on_rabbitmq = {name for row in ON_RABBITMQ for name in re.findall(r"`(.+?)`", row)}
     assert on_rabbitmq <= counted | {"rates"}

@@ -23,6 +23,7 @@ from sqlalchemy import (
     literal,
     literal_column,
     null,
+    type_coerce,
 )
 from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.types import TypeEngine
@@ -108,9 +109,9 @@ class SqlDialect(TableShapes, ABC):
         """
         columns = {column.name: self.readable(column) for column in table.c}
         for name in LARGEST.keys() & columns.keys():
-            fits = self.size(table.c[name]) <= literal_column(str(LARGEST[name]))
+            too_large = self.size(table.c[name]) > literal_column(str(LARGEST[name]))
             instead = null() if name == "body" else literal_column(f"'{TOO_LARGE}'")
-            columns[name] = case((fits, columns[name]), else_=instead)
+            columns[name] = type_coerce(case((too_large, instead), else_=columns[name]), columns[name].type)
         return columns
 
     @abstractmethod
