@@ -72,6 +72,7 @@ async def test_an_outage_burns_nothing_and_everything_arrives_when_it_is_over(
         if how == "refused":
             await sink.start()
         await eventually(lambda: empty(first))
+        await eventually(lambda: any(record.levelname == "WARNING" for record in caplog.records))
     assert set(sink.ids[before:]) >= set(sent)
     assert recorder.of(CircuitClosed)
     # Each of the two relays has a line for the beginning if it tried, and one for the end if it sent something then.

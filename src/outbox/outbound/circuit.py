@@ -133,6 +133,7 @@ class Breaker:
         self._one_by_one = asyncio.Lock()
         self._answered_at = float("-inf")
         self._refused = 0  # unspecific refusals since anything was taken
+        self._told_open = False  # whether the last that was observed here is that it opened
 
     @asynccontextmanager
     async def passage(self) -> AsyncIterator[Passage]:
@@ -152,9 +153,11 @@ class Breaker:
 
     async def _look(self, passage: Passage) -> None:
         passage.room = self._room
-        if self._circuits.known(self._destination) is None:
-            return
-        known = await self._circuits.look(self._destination)
+        known = self._circuits.known(self._destination)
+        if known is not None:
+            known = await self._circuits.look(self._destination)
+        if known is None and self._told_open and self._circuits.refusing(self._destination) is None:
+            self._tell(CircuitClosed(self._destination))  # another relay had an answer
         if known is not None:
             self._room = 1
             passage.room = 0 if self._circuits.remaining(self._destination) else 1
@@ -217,7 +220,7 @@ class Breaker:
         if passage.probe is not None or circuits.known(destination) is not None or recovered:
             given_up = not passage.took and (circuits.refusing(destination) or 0.0) >= REFUSED_FOR
             if await self._store.circuits.close(destination, refusing=not passage.took) and not given_up:
-                self._observe(CircuitClosed(destination))
+                self._tell(CircuitClosed(destination))
             circuits.closed(destination, refusing=not passage.took)
         passage.probe = None
 
@@ -251,10 +254,14 @@ class Breaker:
         self._circuits.forget()
         until = pause if holds_back else NO_DELAY
         if await self._store.circuits.open(self._destination, until, error, probe=probe, refusing=refusing):
-            self._observe(CircuitOpened(self._destination, error, pause))
+            self._tell(CircuitOpened(self._destination, error, pause))
         passage.probe = None
         await self._circuits.look(self._destination)
         return pause
+
+    def _tell(self, event: CircuitOpened | CircuitClosed) -> None:
+        self._told_open = isinstance(event, CircuitOpened)
+        self._observe(event)
 
     def held(self) -> float:
         """Seconds to sleep before another round makes sense; none if there is no reason to."""
