@@ -155,7 +155,7 @@ class Delivery(ABC):
 class Consumer(ABC, AsyncIterator[Delivery]):
     """The deliveries of one queue."""
 
-    # Called when deliveries that were taken are lost. Whoever sets it says how each of them ended all the same.
+    # Called when deliveries that were taken are lost. The worker that sets it says how each of them ended all the same.
     on_lost: Callable[[], object] | None = None
 
     def __aiter__(self) -> Self:
