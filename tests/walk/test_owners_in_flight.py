@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,10 +22,12 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from outbox import Listener, Message, Outbox
 from outbox.core.events import Handled
+from outbox.transports.http import HttpTransport
 from tests.seeds.observing import PATIENCE, Recorder, eventually
 
 from .profiling import PACKAGE, passes
 from .roads import Road, Step, owners, roads
+from .sending import serving as serving_application
 from .strategies import Effects, emit, reached
 
 MakeOutbox = Callable[..., Outbox]
@@ -33,8 +36,9 @@ WAYS = {
     "The database on SQLite": "sqlite",
     "The database on PostgreSQL": "postgresql+asyncpg",
     "RabbitMQ": "postgresql+asyncpg",
+    "HTTP out and HTTP in": "postgresql+asyncpg",
 }
-
+SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
 
 MOST_OWNERS = 4
 
@@ -78,6 +82,46 @@ async def serving(outbox: Outbox, listeners: list[Listener], relay: bool = False
             await task
 
 
+@asynccontextmanager
+async def serving_both_ways(
+    make_outbox: MakeOutbox, listeners: list[Listener], **options: Any
+) -> AsyncIterator[tuple[asyncio.Task[None], Outbox, Outbox]]:
+    """A relay that posts, and the application that takes, handles and ends with it: in a task to cancel."""
+    table_name = options.pop("table_name")
+    receiver = make_outbox(table_name=f"{table_name}_in", **options)
+    sender: asyncio.Future[Outbox] = asyncio.get_running_loop().create_future()
+
+    async def serve() -> None:
+        async with serving_application(receiver.http_app(listeners, secrets=SECRET)) as server:
+            transport = HttpTransport(f"http://127.0.0.1:{server.port}/", secrets=SECRET)
+            outbox = make_outbox(table_name=table_name, transport=transport, **options)
+            async with outbox.running(relay=True):
+                sender.set_result(outbox)
+                await asyncio.Event().wait()
+
+    task = asyncio.create_task(serve())
+    try:
+        yield task, await sender, receiver
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+@asynccontextmanager
+async def on_the_road(
+    name: str, make_outbox: MakeOutbox, listener: Listener, **options: Any
+) -> AsyncIterator[tuple[asyncio.Task[None], list[Outbox]]]:
+    """What carries and handles messages on a road, in a task to cancel; and its outboxes, the one that emits first."""
+    if name.startswith("HTTP"):
+        async with serving_both_ways(make_outbox, [listener], **options) as (task, *outboxes):
+            yield task, outboxes
+    else:
+        outbox = make_outbox(**options)
+        async with serving(outbox, [listener], relay=name == "RabbitMQ") as task:
+            yield task, [outbox]
+
+
 @contextmanager
 def cancelling_at(step: Step, task: asyncio.Task[None], committed: Callable[[], bool]) -> Iterator[asyncio.Event]:
     """Cancel the task when a function is called for the first time; the event tells that it was.
@@ -114,24 +158,23 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.mark.parametrize(("name", "step"), STEPS)
 async def test_who_is_cancelled_at_a_step_of_a_road_loses_and_repeats_nothing(
-    name: str, step: Step, make_outbox: MakeOutbox, effects: Effects, request: pytest.FixtureRequest
+    name: str, step: Step, make_outbox: MakeOutbox, table_name: str, effects: Effects, request: pytest.FixtureRequest
 ) -> None:
-    over_a_broker = name == "RabbitMQ"
-    options: dict[str, Any] = {"lease": 3600, "poll_interval": 1.0, "grace": 1}
-    if over_a_broker:
+    options: dict[str, Any] = {"table_name": table_name, "lease": 3600, "poll_interval": 1.0, "grace": 1}
+    if name == "RabbitMQ":
         options["transport"] = request.getfixturevalue("rabbitmq_url")
 
     async def bill(body: str, session: AsyncSession) -> None:
         await session.execute(effects.write(body))
 
     listener = Listener("order.created", bill, queue="billing")
-    cancelled, commits = make_outbox(**options), 0
+    commits = 0
 
     def committed(_: object) -> None:
         nonlocal commits
         commits += 1
 
-    async with serving(cancelled, [listener], relay=over_a_broker) as task:
+    async with on_the_road(name, make_outbox, listener, **options) as (task, [cancelled, *_]):
         await emit(cancelled, "a message to warm up with")
         await eventually(lambda: effects.all())
         await asyncio.sleep(0.1)  # its end is written, too
@@ -145,9 +188,10 @@ async def test_who_is_cancelled_at_a_step_of_a_road_loses_and_repeats_nothing(
             with suppress(asyncio.CancelledError):
                 async with asyncio.timeout(PATIENCE):
                     await task
-    async with serving(make_outbox(**options), [listener], relay=over_a_broker):
+    async with on_the_road(name, make_outbox, listener, **options) as (_, outboxes):
         await eventually(lambda: _is_among(effects, "the message"))
-        await eventually(lambda: _everything_is_over(cancelled))
+        for outbox in outboxes:
+            await eventually(partial(_everything_is_over, outbox))
     assert Counter(await effects.all()) == Counter(["a message to warm up with", "the message"])
 
 
