@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 
 from bench import (
+    against,
     claim,
     drain,
     emit,
@@ -45,7 +46,7 @@ PARTS = {
     "rabbitmq-latency": rabbitmq.measure_latency,
     "rabbitmq-memory": rabbitmq.measure_memory,
 }
-ALL = {**PARTS, "paths": paths.measure}  # which is no part of the page, and is run if it is asked for
+ALL = {**PARTS, "paths": paths.measure, "against": against.measure}  # these are no parts of the page
 
 
 def main() -> None:
@@ -54,17 +55,18 @@ def main() -> None:
         "parts",
         nargs="*",
         metavar="part",
-        help=f"any of {', '.join(ALL)}; all but paths if none is named",
+        help=f"any of {', '.join(ALL)}; all but paths and against if none is named",
     )
     parser.add_argument("--rounds", type=int, default=3, help="how often everybody has a turn; 3 if not given")
     parser.add_argument("--peers", metavar="PYTHON", help="a Python with bench/requirements.txt; no peers if not given")
+    parser.add_argument("--against", metavar="COMMIT", help="what the part `against` compares with")
     parser.add_argument("--write", action="store_true", help="put it into docs/benchmarks.md")
     given = parser.parse_args()
     for part in given.parts:
         if part not in ALL:
             parser.error(f"no part is called {part!r}; there are {', '.join(ALL)}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends like Ctrl-C, and what was started ends too
-    asyncio.run(run(given.parts or list(PARTS), Settings(given.rounds, given.peers), write=given.write))
+    asyncio.run(run(given.parts or list(PARTS), Settings(given.rounds, given.peers, given.against), write=given.write))
 
 
 async def run(parts: list[str], settings: Settings, *, write: bool) -> None:

@@ -60,8 +60,7 @@ class OnBroker:
         return program(self.relay, {**store, **self.environment})
 
 
-def ours(broker: Broker, database: Database) -> OnBroker:
-    exchange = "outbox"
+def ours(broker: Broker, database: Database, table: str = "outbox_over_rabbitmq", exchange: str = "outbox") -> OnBroker:
     start = (sys.executable, "-m", "outbox")
     quiet = ("--log-level", LOG_LEVEL)
     return OnBroker(
@@ -69,8 +68,8 @@ def ours(broker: Broker, database: Database) -> OnBroker:
         exchange,
         (*start, "worker", "bench.programs.ours:listeners", *quiet),
         (*start, "relay", *quiet),
-        _store(broker, database, "outbox_over_rabbitmq"),
-        {"OUTBOX_RABBITMQ_URL": broker.url},
+        _store(broker, database, table),
+        {"OUTBOX_RABBITMQ_URL": broker.url, "OUTBOX_EXCHANGE_NAME": exchange},
     )
 
 

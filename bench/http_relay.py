@@ -25,13 +25,13 @@ OURS, LIMIT, PEER = "outbox", "bare aiohttp", "edda-framework"
 async def measure(database: Database, settings: Settings) -> Report:
     async with program((sys.executable, "-m", "bench.programs.sink"), {}) as sink:
         port = await sink.heard()
-        everybody = [None, _ours(database, port)]
+        everybody = [None, ours(database, port)]
         if settings.peers_python is not None:
             everybody.append(contenders.edda(database, settings.peers_python, _url(port)))
         relayed = await in_turns(
             everybody,
             settings.rounds,
-            lambda each: _relayed(each, database) if each else _posted(port),
+            lambda each: relay(each, database) if each else _posted(port),
             lambda each: each.name if each else LIMIT,
         )
     targets = [at_least("HTTP relay: rate, to bare posts", 0.6, to(relayed[OURS], relayed[LIMIT]))]
@@ -65,7 +65,7 @@ async def _posted(port: str) -> Carried:
         return Carried(MESSAGES / took, processor_time * 1e6 / MESSAGES)
 
 
-async def _relayed(contender: Contender, database: Database) -> Carried:
+async def relay(contender: Contender, database: Database) -> Carried:
     messages = MESSAGES if contender.name == OURS else MESSAGES_OF_PEERS
     async with contender.emitting() as emitter:
         await contender.clear(database)
@@ -87,8 +87,8 @@ async def _emptied(
     return Carried(messages / took, (relay.processor_time - processor_time) * 1e6 / messages)
 
 
-def _ours(database: Database, port: str) -> Contender:
-    contender = contenders.ours(database, "outbox_over_http")
+def ours(database: Database, port: str, table: str = "outbox_over_http") -> Contender:
+    contender = contenders.ours(database, table)
     return replace(
         contender,
         worker=(sys.executable, "-m", "outbox", "relay", "--log-level", LOG_LEVEL),

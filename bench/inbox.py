@@ -18,14 +18,13 @@ BY_HAND, EACH, FIRST, LISTS = "by hand", "outbox", "outbox, stored first", "outb
 
 
 async def measure(database: Database, settings: Settings) -> Report:
-    async with database.connection() as connection:
-        await connection.execute("CREATE TABLE inbox_effects (number bigint, padding text)")
+    await make_effects(database)
     with brokers.broker() as broker:
         everybody = [
             _by_hand(broker, database),
-            _ours(EACH, "each", broker, database),
-            _ours(FIRST, "each", broker, database, "--store-first"),
-            _ours(LISTS, "lists", broker, database),
+            ours(EACH, "each", broker, database),
+            ours(FIRST, "each", broker, database, "--store-first"),
+            ours(LISTS, "lists", broker, database),
         ]
         found = await in_turns(
             everybody, settings.rounds, lambda each: consume(each, broker, MESSAGES), lambda each: each.name
@@ -47,7 +46,13 @@ async def measure(database: Database, settings: Settings) -> Report:
     )
 
 
-def _ours(name: str, listener: str, broker: Broker, database: Database, *options: str) -> OnBroker:
+async def make_effects(database: Database) -> None:
+    """Make the table that the listener writes to."""
+    async with database.connection() as connection:
+        await connection.execute("CREATE TABLE inbox_effects (number bigint, padding text)")
+
+
+def ours(name: str, listener: str, broker: Broker, database: Database, *options: str) -> OnBroker:
     exchange = "".join(letter if letter.isalnum() else "-" for letter in name)
     command = (sys.executable, "-m", "outbox", "worker", f"bench.programs.inbox:{listener}", *options)
     settings = {

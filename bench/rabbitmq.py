@@ -114,7 +114,7 @@ async def measure_latency(database: Database, settings: Settings) -> Report:
     with brokers.broker() as broker:
         everybody = [brokers.ours(broker, database), brokers.held_transaction(broker, database)]
         found = await in_turns(
-            everybody, settings.rounds, lambda each: _latency(each, broker, database), lambda each: each.name
+            everybody, settings.rounds, lambda each: latency_of(each, broker, database), lambda each: each.name
         )
     to_held = ratios([one.p50 for one in found[OURS]], [one.p50 for one in found[HELD]])
     return Report(
@@ -199,7 +199,7 @@ async def _carry(contender: OnBroker, broker: Broker, database: Database) -> Car
         return Carried(MESSAGES / (ended - begun), used * 1e6 / MESSAGES)
 
 
-async def _latency(contender: OnBroker, broker: Broker, database: Database) -> Latency:
+async def latency_of(contender: OnBroker, broker: Broker, database: Database) -> Latency:
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(_declared(contender, broker))
         _, emitter = await _emitter(stack, contender, database)

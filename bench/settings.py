@@ -13,6 +13,7 @@ from bench.database import Database
 class Settings:
     rounds: int
     peers_python: str | None  # of an environment with what bench/requirements.txt names
+    against: str | None = None  # the commit to compare with
 
     def peers(self, database: Database) -> list[Contender]:
         if self.peers_python is None:
