@@ -221,7 +221,8 @@ class Environment:
 
     def _install_peers(self) -> None:
         say(f"installing the peers from {PEERS.relative_to(ROOT)}")
-        self._pip("--require-hashes", "--requirement", str(PEERS))
+        # The list is whole. An older pip would choose anew what a peer asks for with an extra.
+        self._pip("--require-hashes", "--no-deps", "--requirement", str(PEERS))
 
     def _install_project(self) -> None:
         say("installing the project, editable")
