@@ -208,14 +208,16 @@ async def test_a_commit_that_is_under_way_is_not_cut_and_what_waits_for_it_is_ca
     assert called == ["hook"]
 
 
+@pytest.mark.parametrize("heeds", [True, False], ids=["heeds its cancellation", "swallows it"])
 async def test_a_transaction_that_is_open_when_its_delivery_is_lost_is_rolled_back_and_runs_again(
-    peer: Peer, recorder: Recorder, tmp_path: Path
+    peer: Peer, recorder: Recorder, tmp_path: Path, heeds: bool
 ) -> None:
     hanging = Hanging()
 
     async def write(order: Any, session: AsyncSession) -> None:
-        await session.execute(text("INSERT INTO effects VALUES (1)"))
-        await hanging(order)
+        await session.execute(text("INSERT INTO effects VALUES (:number)"), {"number": hanging.starts + 1})
+        with suppress(*(() if heeds else (asyncio.CancelledError,))):
+            await hanging(order)
 
     listener = Listener("order.#", write, queue="orders", concurrency=1, retry_delays=[10], timeout=30)
     async with working(
@@ -232,7 +234,7 @@ async def test_a_transaction_that_is_open_when_its_delivery_is_lost_is_rolled_ba
         second.deliver(redelivered=True)
         await recorder.wait_for(Handled)
         async with outbox.transaction() as session:
-            assert list(await session.scalars(text("SELECT number FROM effects"))) == [1]
+            assert list(await session.scalars(text("SELECT number FROM effects"))) == [2]
 
 
 class Thread:

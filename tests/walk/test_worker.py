@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from contextlib import suppress
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -403,8 +404,9 @@ async def test_a_policy_decides_by_the_error(make_outbox: MakeOutbox, watch: Wat
     assert "the real reason" in letters["d"].error
 
 
+@pytest.mark.parametrize("heeds", [True, False], ids=["heeds its cancellation", "swallows it"])
 async def test_a_listener_that_outlives_its_grace_is_abandoned_and_its_message_given_back(
-    make_outbox: MakeOutbox, watch: Watch, effects: Table
+    make_outbox: MakeOutbox, watch: Watch, effects: Table, heeds: bool
 ) -> None:
     outbox = make_outbox(observers=[watch], grace=0.2)
     started, calls = asyncio.Event(), 0
@@ -416,7 +418,8 @@ async def test_a_listener_that_outlives_its_grace_is_abandoned_and_its_message_g
         await session.execute(insert(effects).values(n=calls))
         if calls == 1:
             started.set()
-            await asyncio.sleep(3600)
+            with suppress(*(() if heeds else (asyncio.CancelledError,))):
+                await asyncio.sleep(3600)
 
     await emit(outbox, 1)
     async with outbox.running(listeners=[listener]):

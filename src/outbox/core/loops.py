@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Generic, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 from outbox.core.errors import DatabaseSilent
 
@@ -137,6 +138,7 @@ ABANDONED = "abandoned"
 LOST = "its delivery was lost"
 
 _uncut: set[asyncio.Task[Any]] = set()
+_cut: WeakKeyDictionary[asyncio.Task[Any], str] = WeakKeyDictionary()
 
 
 @contextmanager
@@ -154,7 +156,21 @@ def uncut() -> Iterator[None]:
 def cut(task: asyncio.Task[Any], why: str) -> None:
     """Cancel a task, unless it commits."""
     if task not in _uncut:
-        task.cancel(why)
+        give_up(task, why)
+
+
+def give_up(task: asyncio.Task[Any], why: str) -> None:
+    """Cancel a listener's task; what it does after that is not committed."""
+    _cut[task] = why
+    task.cancel(why)
+
+
+def check_not_cut() -> None:
+    """Raise the cancellation again that this task was given, and did not heed: it may have left out half of its work."""
+    task = asyncio.current_task()
+    why = None if task is None else _cut.get(task)
+    if why is not None:
+        raise asyncio.CancelledError(why)
 
 
 def cancelled_from_outside() -> bool:

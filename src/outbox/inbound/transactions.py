@@ -15,7 +15,7 @@ from sqlalchemy.orm import Session
 from sqlalchemy.util import await_only
 
 from outbox.core.errors import ConfigurationError
-from outbox.core.loops import uncut
+from outbox.core.loops import check_not_cut, uncut
 from outbox.core.store import QueueClaim, Store
 from outbox.core.transaction_state import TransactionState, tied
 from outbox.core.transport import Delivery
@@ -97,6 +97,7 @@ def _end(
     guard.check_gone()
     if limit.expired():
         raise TimeoutError("its time was over, and it did not heed its cancellation")
+    check_not_cut()
     limit.reschedule(None)  # a COMMIT that is cut may have happened
     with uncut():
         with committing():

@@ -17,7 +17,7 @@ from outbox.core.durations import NO_DELAY
 from outbox.core.errors import ClosedForGood
 from outbox.core.events import Observer, StillRunning, Troubled
 from outbox.core.listener import Listener
-from outbox.core.loops import ABANDONED, LOST, cut
+from outbox.core.loops import ABANDONED, LOST, cut, give_up
 from outbox.core.transport import Consumer, Delivery
 from outbox.inbound.batches import Batches
 from outbox.inbound.concurrency import Exclusive, Slots, Start, slots_for
@@ -239,7 +239,7 @@ class Worker:
             for run in self._running:
                 run.can_be_cut = False  # it is told once
             for task in left:
-                task.cancel(ABANDONED)
+                give_up(task, ABANDONED)
             if left:
                 await asyncio.wait(
                     left, timeout=CANCELLED_ENDS_WITHIN

@@ -12,7 +12,7 @@ from outbox.core.dead_letter import DeadLetter, DeadLetters
 from outbox.core.durations import NO_DELAY, Seconds, as_delay
 from outbox.core.errors import ConfigurationError
 from outbox.core.listener import Listener, check_listeners
-from outbox.core.loops import ABANDONED
+from outbox.core.loops import ABANDONED, give_up
 from outbox.core.transport import Delivery, Transport
 from outbox.inbound.threads import Threads
 from outbox.inbound.worker import CANCELLED_ENDS_WITHIN
@@ -149,7 +149,7 @@ class Draining:
             await asyncio.wait([handling], timeout=self._seconds_left())
         finally:
             if not handling.done():
-                handling.cancel(ABANDONED)
+                give_up(handling, ABANDONED)
                 await asyncio.wait([handling], timeout=CANCELLED_ENDS_WITHIN)
         if handling.cancelled() or not handling.done():
             raise self._not_drained(f"the listener of {listener.queue!r} did not end within {self._within:g} s")
