@@ -54,9 +54,9 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Links lead from one file of the repository to another; here they lead from page to page."""
     pieces, position = [], 0
     for fence in FENCE.finditer(markdown):
-        pieces += [_linked(markdown[position : fence.start()], page.file.src_uri), fence[0]]
+        pieces += [_indented(_linked(markdown[position : fence.start()], page.file.src_uri)), fence[0]]
         position = fence.end()
-    return "".join([*pieces, _linked(markdown[position:], page.file.src_uri)])
+    return "".join([*pieces, _indented(_linked(markdown[position:], page.file.src_uri))])
 
 
 def on_post_build(config: Any) -> None:
@@ -88,6 +88,20 @@ def _linked(text: str, page: str) -> str:
         return found[0]
 
     return LINK.sub(link, text)
+
+
+def _indented(text: str) -> str:
+    """What is inside of an item of a list is indented by two or three spaces in CommonMark, and by four here."""
+    lines, deeper, closing = [], 0, ""
+    for line in text.split("\n"):
+        indent = len(line) - len(line.lstrip(" "))
+        if not closing:
+            deeper = 4 - indent if indent in (2, 3) else 0
+        lines.append(" " * deeper + line if line.strip() else line)
+        fence = line.strip()[:3]
+        if fence in ("```", "~~~"):
+            closing = "" if closing else fence
+    return "\n".join(lines)
 
 
 def _written_out(item: Any) -> Any:
