@@ -2,10 +2,12 @@
 """Commands for working on this project, on a machine that has nothing but Python.
 
     python3 dev.py demo                      show the library at work, on SQLite
-    python3 dev.py test                      all that must hold: the linters, then every test on real servers,
-                                             then those of the stores again on the older SQLAlchemy
+    python3 dev.py test                      all that must hold: the linters, the documentation site, every test on
+                                             real servers, and those of the stores again on the older SQLAlchemy
     python3 dev.py test tests/unit -k name   pytest alone, with these arguments
     python3 dev.py lint                      the linters alone
+    python3 dev.py docs                      build the documentation site into build/site, and check its links
+    python3 dev.py docs --serve              and show it at http://127.0.0.1:8000, anew after each change
     python3 dev.py bench                     measure how fast it is, beside its limits and its peers
     python3 dev.py bench drain emit          these parts alone
     python3 dev.py chaos --seed 1            minutes of crashes and cuts, on real servers; no promise may break
@@ -40,6 +42,7 @@ from typing import NoReturn
 ROOT = Path(__file__).resolve().parent
 LOCK = ROOT / "requirements-test.lock"
 PEERS = ROOT / "bench/requirements.txt"
+SITE = ROOT / "requirements-docs.lock"
 OLDER_SQLALCHEMY = ROOT / "requirements-sqlalchemy-2.0.lock"
 VIRTUALENV = ROOT / "requirements-virtualenv.lock"
 OLDEST_PYTHON = (3, 11)
@@ -64,6 +67,8 @@ LINTERS = {
     "import-linter": ["-c", "from importlinter.cli import lint_imports_command as run; run()", "--no-logo"],
 }
 PYTEST = ["-m", "pytest"]
+BUILD_SITE = ["-m", "mkdocs", "build", "--strict"]  # with --quiet no warning would count
+SERVE_SITE = ["-m", "mkdocs", "serve", "--dev-addr", "127.0.0.1:8000"]
 # Most tests wait for something: three of them can, on two cores. In the order of tests/conftest.py: long files first.
 SIDE_BY_SIDE = ["-n", "3", "--dist", "loadfile", "--no-loadscope-reorder"]
 # An older SQLAlchemy is met on one driver of PostgreSQL: what the databases differ in is not SQLAlchemy's.
@@ -78,6 +83,7 @@ def main(arguments: list[str]) -> int:
         "demo": demo,
         "test": test,
         "lint": lint,
+        "docs": docs,
         "bench": bench,
         "chaos": chaos,
         "mutants": mutants,
@@ -105,7 +111,14 @@ def test(arguments: list[str]) -> int:
     first = environment.older_sqlalchemy().relative_to(ROOT).as_posix()
     everything = [*PYTEST, *SIDE_BY_SIDE]
     older = ["--sqlalchemy", "2.0", "-o", f"pythonpath={first}", *ON_OLDER_SQLALCHEMY]
-    return run_all(environment, {**LINTERS, "pytest": everything, "sqlalchemy 2.0": [*everything, *older]})
+    site = site_environment()
+    return run_all(
+        {
+            **environment.commands(LINTERS),
+            **site.commands({"site": BUILD_SITE}),
+            **environment.commands({"pytest": everything, "sqlalchemy 2.0": [*everything, *older]}),
+        }
+    )
 
 
 def lint(arguments: list[str]) -> int:
@@ -113,7 +126,26 @@ def lint(arguments: list[str]) -> int:
         stop(f"lint takes no arguments, but was given: {' '.join(arguments)}")
     environment = Environment(ROOT / ".venv")
     environment.prepare_for_tests()
-    return run_all(environment, LINTERS)
+    return run_all(environment.commands(LINTERS))
+
+
+def docs(arguments: list[str]) -> int:
+    if arguments not in ([], ["--serve"]):
+        stop(f"docs takes --serve or nothing, but was given: {' '.join(arguments)}")
+    site = site_environment()
+    if arguments:
+        return run([site.python, *SERVE_SITE])
+    code = run([site.python, *BUILD_SITE])
+    if code == 0:
+        say("the site is in build/site: open build/site/index.html, or run this with --serve")
+    return code
+
+
+def site_environment() -> Environment:
+    """An environment of its own: what builds the site weighs more than the tests' other tools together need to."""
+    environment = Environment(ROOT / ".venv-docs")
+    environment.prepare_for_docs()
+    return environment
 
 
 def bench(arguments: list[str]) -> int:
@@ -141,13 +173,13 @@ def matrix(arguments: list[str]) -> int:
     return run([environment.python, "-m", "tests.matrix", *arguments])
 
 
-def run_all(environment: Environment, steps: dict[str, list[str]]) -> int:
+def run_all(steps: dict[str, list[str]]) -> int:
     """Run every step, whatever became of the ones before it, and sum up at the end."""
     summary, failed = [], 0
     for name, command in steps.items():
         say(f"\n=== {name} ===")
         begun = time.monotonic()
-        code = run([environment.python, *command])
+        code = run(command)
         took = f"{time.monotonic() - begun:.1f} s"
         say(f"--- {name}: {'ok' if code == 0 else f'failed with code {code}'}, {took}")
         summary.append(f"  {'ok' if code == 0 else 'FAILED':8}{name:16}{took:>8}")
@@ -168,6 +200,10 @@ class Environment:
         self._make()
         self._once("tests", LOCK.read_bytes(), self._install_lock)
         self._once("project", self._project(), self._install_project)
+
+    def commands(self, steps: dict[str, list[str]]) -> dict[str, list[str]]:
+        """The same steps, run by this environment's Python."""
+        return {name: [self.python, *arguments] for name, arguments in steps.items()}
 
     def older_sqlalchemy(self) -> Path:
         """A folder that hides the newest SQLAlchemy from whoever has it first on the path."""
@@ -193,6 +229,11 @@ class Environment:
         """Have the libraries that the benchmarks compare with, which may not agree with ours on a version."""
         self._make()
         self._once("peers", PEERS.read_bytes(), self._install_peers)
+
+    def prepare_for_docs(self) -> None:
+        """Have what builds the documentation site. It reads the project's sources and does not import them."""
+        self._make()
+        self._once("docs", SITE.read_bytes(), self._install_site)
 
     def _make(self) -> None:
         if self._works():
@@ -223,6 +264,10 @@ class Environment:
         say(f"installing the peers from {PEERS.relative_to(ROOT)}")
         # The list is whole. An older pip would choose anew what a peer asks for with an extra.
         self._pip("--require-hashes", "--no-deps", "--requirement", str(PEERS))
+
+    def _install_site(self) -> None:
+        say(f"installing what builds the site from {SITE.name}")
+        self._pip("--require-hashes", "--no-deps", "--requirement", str(SITE))
 
     def _install_project(self) -> None:
         say("installing the project, editable")
@@ -413,7 +458,8 @@ def surroundings() -> dict[str, str]:
     """The environment variables, without those that would lead out of the virtual environment."""
     astray = {"PYTHONPATH", "PYTHONHOME", "PIP_USER", "PIP_TARGET", "PIP_PREFIX", "PIP_REQUIRE_VIRTUALENV"}
     kept = {name: value for name, value in os.environ.items() if name not in astray}
-    return {**kept, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"}
+    # The last one keeps an announcement of the site's theme out of its output.
+    return {**kept, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1", "NO_MKDOCS_2_WARNING": "1"}
 
 
 def say(text: str) -> None:

@@ -31,7 +31,7 @@ class Way:
 
 
 NOBODY = Way("no worker", worker=False, wake=True)
-POLLING = Way("a worker that nobody wakes", worker=True, wake=False)
+POLLING = Way("a worker that is not notified", worker=True, wake=False)
 WOKEN = Way("a worker that is woken", worker=True, wake=True)
 
 
@@ -45,9 +45,9 @@ async def measure(database: Database, settings: Settings) -> Report:
         f"Transactions a second of {PRODUCERS} producers side by side in one process, each with a row of the "
         "application's own and a message. The worker drains them on the same machine, so the wake-ups are what lies "
         "between the last two lines.",
-        ("", "commits/s", "to a worker that nobody wakes"),
+        ("", "commits/s", "to a worker that is not notified"),
         [(name, spread(values), spread(ratios(values, rates[POLLING.name]))) for name, values in rates.items()],
-        [at_least("wake-up: commits a second, to a worker that nobody wakes", 0.9, to_polling)],
+        [at_least("wake-up: commits a second, to a worker that is not notified", 0.9, to_polling)],
     )
 
 

@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 LOCKS = (
     "requirements-test.lock",
     "requirements-sqlalchemy-2.0.lock",
+    "requirements-docs.lock",
     "requirements-virtualenv.lock",
     "bench/requirements.txt",
 )
@@ -38,7 +39,7 @@ def test_every_requirement_of_a_lock_has_a_version_and_a_hash(lock: str) -> None
 
 def test_every_installation_asks_for_hashes_or_installs_nothing_but_the_project() -> None:
     installs = re.findall(r"self\._pip\((.*)\)|(?:install|hashed) = \[(.*)\]", (ROOT / "dev.py").read_text())
-    assert len(installs) == 7
+    assert len(installs) == 8
     for arguments in map("".join, installs):
         assert '"--require-hashes"' in arguments or '"--no-deps", "--no-build-isolation", "--editable"' in arguments
 
