@@ -24,7 +24,7 @@ from outbox.core.message import LARGEST_BODY, LARGEST_READ
 from outbox.core.retry import RetryDelays, RetryPolicy, as_retry_policy
 from outbox.core.store import DISCARD
 from outbox.core.urls import check_credentials
-from outbox.core.webhooks import Secrets
+from outbox.core.webhooks import AnySecrets, Secrets
 from outbox.environment import (
     by_first_name,
     durations,
@@ -57,7 +57,7 @@ class Settings:
     db_engine: AsyncEngine | Engine | None = option(
         None, "Your SQLAlchemy engine. It gets no events or settings from us, and we never dispose of it."
     )
-    db_engine_url: str | None = option(
+    db_engine_url: str | URL | None = option(
         None,
         "Where the database is, instead of an engine: `postgresql+asyncpg://…`, `sqlite+aiosqlite:///orders.db`.",
         parse=str,
@@ -136,7 +136,7 @@ class Settings:
         shown="the top-level package of the listeners",
         parse=str,
     )
-    webhook_secrets: Any = option(
+    webhook_secrets: AnySecrets | None = option(
         None,
         "Secrets that sign what is sent over HTTP, `whsec_…`: one, or several while they are changed. The variable "
         "has commas between them; `OUTBOX_WEBHOOK_SECRETS_FILE` names a file that holds them instead.",
