@@ -51,6 +51,8 @@ from outbox.core.store import Backlog, Difference, QueueBacklog, StoredMessage
 from outbox.instance import Outbox
 from outbox.options import Options
 
+__version__ = "0.2.0"
+
 outbox = Outbox()
 
 setup = outbox.setup

@@ -73,7 +73,7 @@ def transport_for(value: object, defaults: Defaults = _DEFAULTS) -> Transport:
     if hasattr(value, "publish"):
         raise ConfigurationError(
             f"transport={type(value).__name__}: its class has a method publish and is no Transport; let it inherit "
-            "outbox.core.transport.Transport"
+            "outbox.extend.Transport"
         )
     raise ConfigurationError(f"transport={type(value).__name__}: a URL, a Transport, or `async def publish(message)`")
 
