@@ -30,6 +30,7 @@ TRANSPORTS = "outbox.transports"  # names are URL schemes, or modules whose conn
 _DEFAULTS = Defaults()
 _loaded: dict[tuple[str, str], Any] = {}  # by group and name: to look through all that is installed takes milliseconds
 _EXTRA = re.compile(r"(?P<distribution>[\w.-]+).*; extra == ['\"](?P<extra>\w+)['\"]")  # of what we require
+_BROUGHT_BY = {"aiormq": "aio-pika", "pamqp": "aio-pika"}  # modules of distributions that an extra brings along
 _DRIVER_MODULES = {"pysqlite": "sqlite3"}  # where a driver's name is not its module's
 
 
@@ -184,19 +185,19 @@ def _with_driver(url: URL, drivers: tuple[str, ...]) -> URL:
     for wanted in drivers:
         if _is_installed(wanted):
             return url.set(drivername=f"{backend}+{wanted}")
-    raise _missing(backend, drivers)
+    raise _missing(backend, drivers, f"{driver} cannot be used here, and no other driver" if driver else "no driver")
 
 
 def _is_installed(driver: str) -> bool:
     return find_spec(_DRIVER_MODULES.get(driver, driver)) is not None
 
 
-def _missing(backend: str, drivers: tuple[str, ...]) -> ConfigurationError:
+def _missing(backend: str, drivers: tuple[str, ...], none: str = "no driver") -> ConfigurationError:
     extras = metadata("transactional-outbox").get_all("Provides-Extra") or []
     package = f"'transactional-outbox[{drivers[0]}]'" if drivers[0] in extras else drivers[0]
+    needed = drivers[0] if len(drivers) == 1 else f"one of {', '.join(drivers)}"
     return ConfigurationError(
-        f"no driver for {backend} is installed: one of {', '.join(drivers)} is needed, "
-        f"for example pip install {package}"
+        f"{none} for {backend} is installed: {needed} is needed, for example pip install {package}"
     )
 
 
@@ -218,7 +219,8 @@ def _load(group: str, name: str, missing: str) -> Any:
 
 def _installation(module: str) -> str:
     """How to install a module, if it comes with an extra of ours."""
-    distribution = module.partition(".")[0].replace("_", "-")
+    name = module.partition(".")[0]
+    distribution = _BROUGHT_BY.get(name, name.replace("_", "-"))
     for requirement in requires("transactional-outbox") or ():
         found = _EXTRA.match(requirement)
         if found is not None and found["distribution"] == distribution:
