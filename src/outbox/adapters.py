@@ -17,10 +17,9 @@ from sqlalchemy.exc import ArgumentError
 
 from outbox.core.errors import ConfigurationError
 from outbox.core.events import Observer
-from outbox.core.store import StoreClass
+from outbox.core.store import IN_DATABASE, StoreClass
 from outbox.core.transport import Defaults, Route, Transport
 from outbox.settings import Settings
-from outbox.transports.database import DatabaseTransport
 from outbox.transports.function import FunctionTransport
 from outbox.transports.routes import RouteObserver, Routes, route_name, url_without_secrets
 
@@ -118,7 +117,7 @@ def installed_stores() -> list[str]:
 
 def installed_transports() -> set[str]:
     """The names by which tables know their transports, of all that are installed."""
-    names = {DatabaseTransport.name, FunctionTransport.name, Routes.name}
+    names = {IN_DATABASE, FunctionTransport.name, Routes.name}
     for point in entry_points(group=TRANSPORTS):
         with suppress(ImportError):  # what it needs is not installed
             make = point.load()

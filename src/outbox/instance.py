@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
-from typing import Any, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from sqlalchemy import MetaData
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -21,7 +21,6 @@ from outbox.core.store import Backlog, Difference, Store, StoredMessage
 from outbox.core.transport import Transport
 from outbox.core.webhooks import AnySecrets
 from outbox.engines import Engines
-from outbox.inbound.http.app import HttpApp
 from outbox.inbound.http.options import REQUIRED, HttpAppOptions, Required
 from outbox.inbound.http.request import MODES, Mode
 from outbox.lifecycle import Lifecycle
@@ -35,6 +34,9 @@ from outbox.receiving import Receiving
 from outbox.settings import Settings, on_top
 from outbox.shutdown import Shutdown
 from outbox.stores.tables import Tables
+
+if TYPE_CHECKING:
+    from outbox.inbound.http.app import HttpApp
 
 Result = TypeVar("Result")
 
@@ -211,6 +213,8 @@ class Outbox(Receiving):
         `max_body_size` and 256 KiB unless it is set), and `timeout` to arrive, and to be stored. Of its `modes`, which
         are "structured" and "binary" CloudEvents and any other "webhook", the first one has everything signed.
         """
+        from outbox.inbound.http.app import HttpApp
+
         check_listeners(listeners)
         parts = self._parts
         parts.engines.check()  # what cannot work is said here, not at the first request
