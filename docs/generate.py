@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Write configuration.md from the code: `python docs/generate.py`. A test says so when the page is out of date."""
+"""Write what lists the settings elsewhere: `python docs/generate.py`. A test says so when a file is out of date."""
 
 from __future__ import annotations
 
 import inspect
 import re
+import textwrap
 from collections.abc import Iterator
 from dataclasses import Field, fields
 from pathlib import Path
@@ -17,6 +18,7 @@ from outbox.environment import PREFIX
 from outbox.settings import Settings
 
 PAGE = Path(__file__).with_name("configuration.md")
+OPTIONS = Path(__file__).parents[1] / "src/outbox/options.py"
 
 # Where the comment in the code is the default and nothing more.
 MEANINGS = {
@@ -96,6 +98,30 @@ print([policy.delay(attempt, OSError()).total_seconds() for attempt in range(1, 
 ```
 """
 
+TYPED_OPTIONS = '''\
+"""Options: what `setup()` and `Outbox()` take, for editors and type checkers. `docs/generate.py` writes this file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypedDict
+
+from sqlalchemy import URL, Engine
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from outbox.core.backoff import RestartDelay
+from outbox.core.durations import Retention, Seconds
+from outbox.core.events import Observer
+from outbox.core.retry import RetryDelays
+from outbox.core.webhooks import AnySecrets
+
+
+class Options(TypedDict, total=False):
+    """What `setup()` and `Outbox()` take. An option that is None counts as not given."""
+
+{options}
+'''
+
 
 def page() -> str:
     """The whole page."""
@@ -114,6 +140,23 @@ def _settings() -> Iterator[tuple[str, ...]]:
         names = [option.name, *about["spellings"]]
         variable = f"`{PREFIX}{option.name.upper()}`" if about["parse"] else "none"
         yield (", ".join(f"`{name}`" for name in names), about["shown"] or _default(option), variable, about["doc"])
+
+
+def typed_options() -> str:
+    """The module that shows the options to editors and type checkers."""
+    return TYPED_OPTIONS.format(options="\n".join(_typed_options()))
+
+
+def _typed_options() -> Iterator[str]:
+    for option in fields(Settings):
+        about, kind = option.metadata, str(option.type)
+        kind = kind if kind == "Any" or kind.endswith("| None") else f"{kind} | None"
+        default = f"Default: {about['shown'] or _default(option)}."
+        lines = [line for text in (about["doc"], default) for line in textwrap.wrap(text, 110, break_on_hyphens=False)]
+        yield f"    {option.name}: {kind}"
+        yield textwrap.indent("\n".join([f'"""{lines[0]}', *lines[1:], '"""']), "    ")
+        for name in about["spellings"]:
+            yield f'    {name}: {kind}\n    """Another name of `{option.name}`."""'
 
 
 def _options(kind: type, skipped: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
@@ -153,3 +196,4 @@ def _table(headings: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(page())
+    OPTIONS.write_text(typed_options())

@@ -149,7 +149,7 @@ ABOVE_THE_DRIVERS = frozenset(
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The tiers whose files take long come first: of two side by side, neither waits for the other at the end."""
-    tiers = ("chaos", "walk", "hostile", "contract", "docs", "seeds", "model", "amqp", "unit")
+    tiers = ("chaos", "walk", "hostile", "contract", "docs", "seeds", "typing", "model", "amqp", "unit")
     folder = Path(__file__).parent
     items.sort(key=lambda item: tiers.index(item.path.relative_to(folder).parts[0]))
     if not config.getoption("--every-driver"):

@@ -1,6 +1,6 @@
 """The transactional outbox and inbox: what your transaction says happened is told to everyone."""
 
-from typing import Any
+import typing
 
 from outbox.core.attempt import Reason
 from outbox.core.binding import Binding
@@ -49,6 +49,9 @@ from outbox.core.message import Message, get_tracking_ids, tracking
 from outbox.core.retry import RetryPolicy
 from outbox.core.store import Backlog, Difference, QueueBacklog, StoredMessage
 from outbox.instance import Outbox
+from outbox.options import Options
+
+__version__ = "0.2.0"
 
 outbox = Outbox()
 
@@ -62,6 +65,7 @@ cancel_timer_sync = outbox.cancel_timer_sync
 receive = outbox.receive
 receive_sync = outbox.receive_sync
 transaction = outbox.transaction
+transaction_sync = outbox.transaction_sync
 transactional = outbox.transactional
 after_commit = outbox.after_commit
 message_relay = outbox.message_relay
@@ -100,6 +104,7 @@ __all__ = [
     "MessageIdInvalid",
     "NotAtomicWarning",
     "NotFound",
+    "Options",
     "Outbox",
     "OutboxError",
     "QueueBacklog",
@@ -145,13 +150,22 @@ __all__ = [
     "setup",
     "tracking",
     "transaction",
+    "transaction_sync",
     "transactional",
     "worker",
 ]
 
+if typing.TYPE_CHECKING:  # names of the module that depend on setup(); it has no others that are looked up
+    from sqlalchemy import MetaData
 
-def __getattr__(name: str) -> Any:
-    """What depends on setup() is looked up when it is asked for."""
-    if name in ("metadata", "dead_letters"):
-        return getattr(outbox, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from outbox.core.dead_letter import DeadLetters
+
+    metadata: MetaData
+    dead_letters: DeadLetters
+else:
+
+    def __getattr__(name: str) -> typing.Any:
+        """What depends on setup() is looked up when it is asked for."""
+        if name in ("metadata", "dead_letters"):
+            return getattr(outbox, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

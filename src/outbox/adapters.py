@@ -17,10 +17,9 @@ from sqlalchemy.exc import ArgumentError
 
 from outbox.core.errors import ConfigurationError
 from outbox.core.events import Observer
-from outbox.core.store import StoreClass
+from outbox.core.store import IN_DATABASE, StoreClass
 from outbox.core.transport import Defaults, Route, Transport
 from outbox.settings import Settings
-from outbox.transports.database import DatabaseTransport
 from outbox.transports.function import FunctionTransport
 from outbox.transports.routes import RouteObserver, Routes, route_name, url_without_secrets
 
@@ -30,6 +29,7 @@ TRANSPORTS = "outbox.transports"  # names are URL schemes, or modules whose conn
 _DEFAULTS = Defaults()
 _loaded: dict[tuple[str, str], Any] = {}  # by group and name: to look through all that is installed takes milliseconds
 _EXTRA = re.compile(r"(?P<distribution>[\w.-]+).*; extra == ['\"](?P<extra>\w+)['\"]")  # of what we require
+_BROUGHT_BY = {"aiormq": "aio-pika", "pamqp": "aio-pika"}  # modules of distributions that an extra brings along
 _DRIVER_MODULES = {"pysqlite": "sqlite3"}  # where a driver's name is not its module's
 
 
@@ -73,7 +73,7 @@ def transport_for(value: object, defaults: Defaults = _DEFAULTS) -> Transport:
     if hasattr(value, "publish"):
         raise ConfigurationError(
             f"transport={type(value).__name__}: its class has a method publish and is no Transport; let it inherit "
-            "outbox.core.transport.Transport"
+            "outbox.extend.Transport"
         )
     raise ConfigurationError(f"transport={type(value).__name__}: a URL, a Transport, or `async def publish(message)`")
 
@@ -117,7 +117,7 @@ def installed_stores() -> list[str]:
 
 def installed_transports() -> set[str]:
     """The names by which tables know their transports, of all that are installed."""
-    names = {DatabaseTransport.name, FunctionTransport.name, Routes.name}
+    names = {IN_DATABASE, FunctionTransport.name, Routes.name}
     for point in entry_points(group=TRANSPORTS):
         with suppress(ImportError):  # what it needs is not installed
             make = point.load()
@@ -184,19 +184,19 @@ def _with_driver(url: URL, drivers: tuple[str, ...]) -> URL:
     for wanted in drivers:
         if _is_installed(wanted):
             return url.set(drivername=f"{backend}+{wanted}")
-    raise _missing(backend, drivers)
+    raise _missing(backend, drivers, f"{driver} cannot be used here, and no other driver" if driver else "no driver")
 
 
 def _is_installed(driver: str) -> bool:
     return find_spec(_DRIVER_MODULES.get(driver, driver)) is not None
 
 
-def _missing(backend: str, drivers: tuple[str, ...]) -> ConfigurationError:
+def _missing(backend: str, drivers: tuple[str, ...], none: str = "no driver") -> ConfigurationError:
     extras = metadata("transactional-outbox").get_all("Provides-Extra") or []
     package = f"'transactional-outbox[{drivers[0]}]'" if drivers[0] in extras else drivers[0]
+    needed = drivers[0] if len(drivers) == 1 else f"one of {', '.join(drivers)}"
     return ConfigurationError(
-        f"no driver for {backend} is installed: one of {', '.join(drivers)} is needed, "
-        f"for example pip install {package}"
+        f"{none} for {backend} is installed: {needed} is needed, for example pip install {package}"
     )
 
 
@@ -218,7 +218,8 @@ def _load(group: str, name: str, missing: str) -> Any:
 
 def _installation(module: str) -> str:
     """How to install a module, if it comes with an extra of ours."""
-    distribution = module.partition(".")[0].replace("_", "-")
+    name = module.partition(".")[0]
+    distribution = _BROUGHT_BY.get(name, name.replace("_", "-"))
     for requirement in requires("transactional-outbox") or ():
         found = _EXTRA.match(requirement)
         if found is not None and found["distribution"] == distribution:

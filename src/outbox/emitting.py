@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import overload
 
 from outbox.core.durations import Eta, Seconds
 from outbox.core.kept_property import kept_property
@@ -19,6 +20,36 @@ class Emitting:
     def _parts(self) -> Parts:  # setup() assigns others
         return Parts.from_environment()
 
+    @overload
+    async def emit(
+        self,
+        session: AnySession,
+        routing_key: str,
+        body: object,
+        *,
+        key: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        eta: Eta | None = None,
+        expiration: Seconds | None = None,
+        timer_id: None = None,
+        content_type: str | None = None,
+        source: str | None = None,
+    ) -> Message: ...
+    @overload
+    async def emit(
+        self,
+        session: AnySession,
+        routing_key: str,
+        body: object,
+        *,
+        key: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        eta: Eta | None = None,
+        expiration: Seconds | None = None,
+        timer_id: str | None,
+        content_type: str | None = None,
+        source: str | None = None,
+    ) -> Message | None: ...
     async def emit(
         self,
         session: AnySession,
@@ -44,6 +75,36 @@ class Emitting:
         schedule = emitter.schedule(eta, expiration, timer_id)
         return message if await emitter.write(session, [message], schedule) else None
 
+    @overload
+    def emit_sync(
+        self,
+        session: PlainSession,
+        routing_key: str,
+        body: object,
+        *,
+        key: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        eta: Eta | None = None,
+        expiration: Seconds | None = None,
+        timer_id: None = None,
+        content_type: str | None = None,
+        source: str | None = None,
+    ) -> Message: ...
+    @overload
+    def emit_sync(
+        self,
+        session: PlainSession,
+        routing_key: str,
+        body: object,
+        *,
+        key: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        eta: Eta | None = None,
+        expiration: Seconds | None = None,
+        timer_id: str | None,
+        content_type: str | None = None,
+        source: str | None = None,
+    ) -> Message | None: ...
     def emit_sync(
         self,
         session: PlainSession,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import field, fields
 from datetime import timedelta
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,11 @@ from outbox.core.errors import ConfigurationError, TimeInvalid
 from outbox.core.webhooks import Secrets
 
 PREFIX = "OUTBOX_"
+
+# Variables of the tests, and those that Kubernetes makes for a service whose name begins with outbox.
+_NO_OPTION = re.compile(rf"{PREFIX}(TEST_|(.+_)?(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT(_\d+_.+)?)$)")
+_reported: set[str] = set()
+_log = logging.getLogger("outbox")
 
 
 def option(
@@ -103,6 +110,19 @@ def read(option: Any, environment: Mapping[str, str], values: dict[str, Any]) ->
         values[option.name] = parse(text)
     except (ConfigurationError, TimeInvalid) as error:
         raise ConfigurationError(f"{name}: {error}") from None
+
+
+def report_unknown(settings: type[Any], environment: Mapping[str, str]) -> None:
+    """Log, once in a process, each variable that looks like an option and is none, with the nearest name."""
+    known = {PREFIX + name.upper() for option in fields(settings) for name in _names(option)}
+    known |= {f"{PREFIX}{option.name.upper()}_FILE" for option in fields(settings) if option.metadata["in_file"]}
+    for name in sorted(environment):
+        if name in known or name in _reported or not name.startswith(PREFIX) or _NO_OPTION.match(name):
+            continue
+        _reported.add(name)
+        near = get_close_matches(name.removeprefix(PREFIX), [each.removeprefix(PREFIX) for each in known], n=1)
+        meant = f"did you mean {PREFIX}{near[0]}?" if near else "outbox has no option of that name"
+        _log.warning("the variable %s is ignored: %s", name, meant)
 
 
 def _read_file(name: str, environment: Mapping[str, str]) -> dict[str, str]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
-from typing import Any, TypeVar
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from sqlalchemy import MetaData
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -16,42 +16,43 @@ from outbox.core.dead_letter import DeadLetters
 from outbox.core.durations import Seconds
 from outbox.core.forks import forget_after_fork
 from outbox.core.listener import Listener, check_listeners
-from outbox.core.message import Message, get_tracking_ids, tracking
+from outbox.core.message import get_tracking_ids, tracking
 from outbox.core.store import Backlog, Difference, Store, StoredMessage
 from outbox.core.transport import Transport
 from outbox.core.webhooks import AnySecrets
-from outbox.emitting import Emitting
 from outbox.engines import Engines
-from outbox.inbound.http.app import HttpApp
 from outbox.inbound.http.options import REQUIRED, HttpAppOptions, Required
 from outbox.inbound.http.request import MODES, Mode
-from outbox.inbound.receiver import Unwanted
 from outbox.lifecycle import Lifecycle
+from outbox.options import Options
 from outbox.outbound.after_commit import Callback, HookedSession, add_hook, check_not_abandoned, guard, hooks_of
-from outbox.outbound.emitter import awaited, plain_session, transaction_of
-from outbox.outbound.sessions import AnySession, PlainSession
+from outbox.outbound.emitter import plain_session
 from outbox.outbound.transactional import opened, transactional
 from outbox.owners import Owners
 from outbox.parts import Parts
+from outbox.receiving import Receiving
 from outbox.settings import Settings, on_top
 from outbox.shutdown import Shutdown
 from outbox.stores.tables import Tables
 
+if TYPE_CHECKING:
+    from outbox.inbound.http.app import HttpApp
+
 Result = TypeVar("Result")
 
 
-class Outbox(Emitting):
+class Outbox(Receiving):
     """A store, a transport, and the defaults they share. Making one does no input or output and needs no loop."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, **options: Unpack[Options]) -> None:
         self._given: dict[str, Any] = {}  # options of all setups so far
         self._lifecycle = Lifecycle(lambda: self._parts, lambda: self.close())
         forget_after_fork(self)
         if options:
             self.setup(**options)
 
-    def setup(self, **options: Any) -> None:
-        """Take options as `Settings` lists them. Those of earlier calls stay, unless they are given again.
+    def setup(self, **options: Unpack[Options]) -> None:
+        """Take options as `Options` lists them. Those of earlier calls stay, unless they are given again.
 
         An option that is None counts as not given. The database and the transport can be replaced; what was made from
         earlier options is forgotten.
@@ -108,29 +109,7 @@ class Outbox(Emitting):
     tracking = staticmethod(tracking)
     get_tracking_ids = staticmethod(get_tracking_ids)
 
-    # Receiving, and transactions.
-
-    async def receive(
-        self, queue: str, message: Message, *, session: AnySession | None = None, unwanted: Unwanted = "dead"
-    ) -> bool:
-        """Store a message from anywhere in a queue of the database, once by its id; False if it was there before.
-
-        In the session's transaction if one is given, otherwise it is committed when this returns. If no listener has
-        the queue, the message is a dead letter, or waits for one with `unwanted="wait"`.
-        """
-        receiver = self._parts.receiver
-        receiver.check(queue, message, unwanted)
-        around: AbstractAsyncContextManager[AnySession]
-        around = self.transaction() if session is None else nullcontext(session)
-        async with around as own:
-            transaction = transaction_of(own, awaits=True)
-            return await awaited(transaction, receiver.receive, transaction, queue, message, unwanted)
-
-    def receive_sync(self, queue: str, message: Message, *, session: PlainSession, unwanted: Unwanted = "dead") -> bool:
-        """`receive` for callers without an event loop, in their session's transaction."""
-        receiver = self._parts.receiver
-        receiver.check(queue, message, unwanted)
-        return receiver.receive(transaction_of(session, awaits=False), queue, message, unwanted)
+    # Transactions.
 
     @asynccontextmanager
     async def transaction(self) -> AsyncIterator[AsyncSession]:
@@ -144,7 +123,8 @@ class Outbox(Emitting):
                 check_not_abandoned(session.sync_session)
 
     @contextmanager
-    def _transaction_sync(self) -> Iterator[Session]:
+    def transaction_sync(self) -> Iterator[Session]:
+        """`transaction` for callers without an event loop."""
         parts = self._parts
         with parts.engines.plain_session() as session, session.begin(), opened(self, session):
             guard(session, parts.aborted)
@@ -157,7 +137,7 @@ class Outbox(Emitting):
         Returning commits, any exception rolls back. Called inside another transaction of the same outbox, by the same
         task or thread, the function runs in a savepoint of it; called with a session, in the caller's own transaction.
         """
-        return transactional(function, self, self.transaction, self._transaction_sync)
+        return transactional(function, self, self.transaction, self.transaction_sync)
 
     def after_commit(self, session: HookedSession, callback: Callback) -> None:
         """Call a function when the session's transaction has committed; never if it, or the savepoint, rolls back.
@@ -233,6 +213,8 @@ class Outbox(Emitting):
         `max_body_size` and 256 KiB unless it is set), and `timeout` to arrive, and to be stored. Of its `modes`, which
         are "structured" and "binary" CloudEvents and any other "webhook", the first one has everything signed.
         """
+        from outbox.inbound.http.app import HttpApp
+
         check_listeners(listeners)
         parts = self._parts
         parts.engines.check()  # what cannot work is said here, not at the first request

@@ -15,7 +15,6 @@ from outbox.core.errors import TransportMismatch, WrongEventLoop
 from outbox.core.events import Failed, Observer, Started, Stopped
 from outbox.core.listener import Listener, check_listeners
 from outbox.core.transport import Transport
-from outbox.inbound.store_first import stored_first
 from outbox.parts import Parts
 from outbox.shutdown import Shutdown, on_signals
 
@@ -65,6 +64,8 @@ class Lifecycle:
         if listeners or not relay:
             check_listeners(listeners)
         if store_first:
+            from outbox.inbound.store_first import stored_first
+
             listeners = [stored_first(listener) for listener in listeners]
         parts = self._parts()
         # A transport that holds deliveries is closed with the run that holds them, not with another one beside it.

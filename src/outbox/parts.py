@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from sqlalchemy import Connection
 
@@ -14,21 +15,23 @@ from outbox.core.errors import ConfigurationError, TransactionError
 from outbox.core.forks import never_collect
 from outbox.core.kept_property import kept_property
 from outbox.core.listener import Listener
-from outbox.core.store import Backlog, Locatable, Store, ThreadNotifying
+from outbox.core.store import IN_DATABASE, Backlog, Locatable, Store, ThreadNotifying
 from outbox.core.transport import Transport, countable
 from outbox.engines import Engines
-from outbox.inbound.http.intake import Intake
-from outbox.inbound.http.options import HttpAppOptions
 from outbox.inbound.inbox import Memory
 from outbox.inbound.receiver import Receiver
 from outbox.observers.logging import LoggingObserver, Observers
 from outbox.outbound.emitter import Emitter
 from outbox.owners import Owners, recorded_queues
-from outbox.relay_factory import RelayFactory
 from outbox.settings import Settings
 from outbox.stores.tables import Tables
-from outbox.transports.database import DatabaseTransport
-from outbox.worker_factory import WorkerFactory
+
+if TYPE_CHECKING:  # what an application that only emits never needs is imported where it is made
+    from outbox.inbound.http.intake import Intake
+    from outbox.inbound.http.options import HttpAppOptions
+    from outbox.relay_factory import RelayFactory
+    from outbox.transports.database import DatabaseTransport
+    from outbox.worker_factory import WorkerFactory
 
 
 class Stores(dict[str, Store]):
@@ -102,9 +105,11 @@ class Parts:
 
     @property
     def on_database(self) -> bool:
-        return not self.settings.routes and self.settings.transport in (None, DatabaseTransport.name)
+        return not self.settings.routes and self.settings.transport in (None, IN_DATABASE)
 
     def database_transport(self, *, binds: bool = True) -> DatabaseTransport:
+        from outbox.transports.database import DatabaseTransport
+
         settings = self.settings
         return DatabaseTransport(
             self.store,
@@ -149,10 +154,14 @@ class Parts:
 
     @property
     def relays(self) -> RelayFactory:
+        from outbox.relay_factory import RelayFactory
+
         return RelayFactory(self.store, self.settings, self.observe)
 
     @property
     def workers(self) -> WorkerFactory:
+        from outbox.worker_factory import WorkerFactory
+
         return WorkerFactory(
             self.store if self.engines.configured else None,
             self.engines,
@@ -165,6 +174,8 @@ class Parts:
 
     def intake(self, listeners: Sequence[Listener], options: HttpAppOptions, store: Callable[[], Store]) -> Intake:
         """What takes requests for listeners."""
+        from outbox.inbound.http.intake import Intake
+
         return Intake(
             listeners,
             options,

@@ -15,7 +15,7 @@ from sqlalchemy.exc import ArgumentError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from outbox.core.backoff import RestartDelay, check_restart_delay
-from outbox.core.binding import check_name
+from outbox.core.binding import check_binding_key, check_name
 from outbox.core.cloudevents import check_source
 from outbox.core.durations import IMMEDIATELY, NEVER, Retention, Seconds, as_delay, as_lifetime, parse_duration
 from outbox.core.errors import ConfigurationError, TimeInvalid
@@ -24,13 +24,14 @@ from outbox.core.message import LARGEST_BODY, LARGEST_READ
 from outbox.core.retry import RetryDelays, RetryPolicy, as_retry_policy
 from outbox.core.store import DISCARD
 from outbox.core.urls import check_credentials
-from outbox.core.webhooks import Secrets
+from outbox.core.webhooks import AnySecrets, Secrets
 from outbox.environment import (
     by_first_name,
     durations,
     json_object,
     option,
     read,
+    report_unknown,
     retention,
     secrets,
     truth,
@@ -57,7 +58,7 @@ class Settings:
     db_engine: AsyncEngine | Engine | None = option(
         None, "Your SQLAlchemy engine. It gets no events or settings from us, and we never dispose of it."
     )
-    db_engine_url: str | None = option(
+    db_engine_url: str | URL | None = option(
         None,
         "Where the database is, instead of an engine: `postgresql+asyncpg://…`, `sqlite+aiosqlite:///orders.db`.",
         parse=str,
@@ -136,7 +137,7 @@ class Settings:
         shown="the top-level package of the listeners",
         parse=str,
     )
-    webhook_secrets: Any = option(
+    webhook_secrets: AnySecrets | None = option(
         None,
         "Secrets that sign what is sent over HTTP, `whsec_…`: one, or several while they are changed. The variable "
         "has commas between them; `OUTBOX_WEBHOOK_SECRETS_FILE` names a file that holds them instead.",
@@ -232,6 +233,7 @@ class Settings:
     @classmethod
     def of(cls, given: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> Self:
         """Settings from arguments, then from the environment, then the defaults."""
+        report_unknown(cls, environment)
         values = by_first_name(cls, given)
         said = frozenset(values)
         for each in fields(cls):
@@ -350,7 +352,7 @@ class Settings:
             raise ConfigurationError('unroutable is a mapping such as {"audit.#": "discard"}')
         rules = dict(self.unroutable or {})
         for pattern, action in rules.items():
-            check_name(pattern, "binding key of unroutable")
+            check_binding_key(pattern, "binding key of unroutable")
             if action != DISCARD:
                 raise ConfigurationError(f"unroutable={{{pattern!r}: {action!r}}}: the only action is {DISCARD!r}")
         self._set("unroutable", rules)
@@ -362,7 +364,7 @@ class Settings:
             raise ConfigurationError("routes names no destination: add one, or leave routes out if there is to be none")
         routes = dict(self.routes or {})
         for pattern in routes:
-            check_name(pattern, "binding key of routes")
+            check_binding_key(pattern, "binding key of routes")
         self._set("routes", routes)
 
     def _check_rebinding(self) -> None:

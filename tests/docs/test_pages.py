@@ -71,6 +71,11 @@ def test_the_configuration_page_is_what_the_code_generates() -> None:
     assert PAGES["docs/configuration.md"].text == generate.page(), "run: python docs/generate.py"
 
 
+def test_editors_and_type_checkers_are_shown_every_option_as_the_settings_declare_it() -> None:
+    generate = _load(ROOT / "docs/generate.py")
+    assert (ROOT / "src/outbox/options.py").read_text() == generate.typed_options(), "run: python docs/generate.py"
+
+
 def _load(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None

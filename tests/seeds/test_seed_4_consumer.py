@@ -177,12 +177,12 @@ async def test_what_is_stored_in_a_transaction_is_stored_if_that_commits(
     with pytest.raises(ZeroDivisionError):
         async with outbox.transaction() as session:
             await session.execute(published_movies.put("seen"))
-            assert await outbox.receive("published_movies", message, session=session)
+            assert await outbox.receive(session, "published_movies", message)
             raise ZeroDivisionError
     assert (await outbox.messages(), await published_movies.titles()) == ([], [])
     async with outbox.transaction() as session:
         await session.execute(published_movies.put("seen"))
-        assert await outbox.receive("published_movies", message, session=session)
+        assert await outbox.receive(session, "published_movies", message)
     assert len(await outbox.messages()) == len(await published_movies.titles()) == 1
 
 

@@ -13,7 +13,7 @@ import pytest
 from sqlalchemy import make_url
 
 from outbox import ConfigurationError, Message, Outbox, OutboxError, adapters
-from outbox.adapters import async_url, parse_url, store_class, sync_url, transport_for
+from outbox.adapters import _installation, async_url, parse_url, store_class, sync_url, transport_for
 from outbox.core.transport import Published
 from outbox.stores.postgresql import PostgresqlStore
 from outbox.stores.sqlite import SqliteStore
@@ -135,6 +135,23 @@ def test_a_missing_driver_is_named_with_an_installation_that_exists(
     assert set(re.findall(r"transactional-outbox\[(\w+)\]", str(caught.value))) <= set(extras or ())
 
 
+def test_one_driver_is_not_one_of_several(missing: Missing) -> None:
+    missing("asyncpg")
+    with pytest.raises(ConfigurationError, match="no driver for postgresql is installed: asyncpg is needed"):
+        async_url("postgresql+asyncpg://h/d")
+
+
+def test_a_driver_that_cannot_be_used_is_named_where_no_other_is_installed(missing: Missing) -> None:
+    missing("asyncpg", "psycopg")
+    with pytest.raises(ConfigurationError, match="psycopg2 cannot be used here, and no other driver for postgresql is"):
+        async_url("postgresql+psycopg2://h/d")
+
+
+@pytest.mark.parametrize("module", ["aio_pika", "aiormq.abc", "pamqp"])
+def test_a_missing_broker_client_is_named_with_the_extra_that_brings_it(module: str) -> None:
+    assert _installation(module) == "; run: pip install 'transactional-outbox[rabbitmq]'"
+
+
 def test_a_missing_driver_for_threads_is_named_as_well(missing: Missing) -> None:
     missing("psycopg", "psycopg2")
     with pytest.raises(ConfigurationError, match=r"transactional-outbox\[psycopg\]"):
@@ -232,7 +249,7 @@ class Lookalike:
 
 
 def test_what_only_looks_like_a_transport_is_told_to_inherit() -> None:
-    with pytest.raises(ConfigurationError, match=r"Lookalike: .*let it inherit outbox\.core\.transport\.Transport"):
+    with pytest.raises(ConfigurationError, match=r"Lookalike: .*let it inherit outbox\.extend\.Transport"):
         transport_for(Lookalike())
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from outbox import Binding, ConfigurationError, Listener, RetryPolicy, listen
+from outbox import Binding, ConfigurationError, Listener, Outbox, RetryPolicy, listen
 from outbox.core.listener import check_listeners
 
 
@@ -135,6 +135,35 @@ def test_a_listener_is_a_declaration_that_nobody_changes() -> None:
 def test_a_listener_that_cannot_work_is_refused_when_it_is_made(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError):
         Listener(**{"binding_key": "order.created", "callback": on_order} | options)
+
+
+@pytest.mark.parametrize(
+    ("key", "reason"),
+    [
+        ("a.b#", "'b#' is an ordinary word"),
+        ("order*", "one whole word"),
+        ("*.*x", r"'\*x' is an ordinary word"),
+        ("##", "any number of them"),
+        ("a..b", "empty word"),
+        (".a", "empty word"),
+        ("a.", "none at an end"),
+        (".", "empty word"),
+    ],
+)
+def test_a_binding_key_that_never_matches_is_refused_with_the_reason(key: str, reason: str) -> None:
+    with pytest.raises(ConfigurationError, match=reason):
+        listen(key)
+    with pytest.raises(ConfigurationError, match=reason):
+        Listener(key, print, queue="q")
+    with pytest.raises(ConfigurationError, match=f"binding key of unroutable .*{reason}"):
+        Outbox(db_engine_url="sqlite://", unroutable={key: "discard"})
+    with pytest.raises(ConfigurationError, match=f"binding key of routes .*{reason}"):
+        Outbox(db_engine_url="sqlite://", routes={key: "https://billing.example/hook"})
+
+
+@pytest.mark.parametrize("key", ["#", "*", "order.*", "#.paid.*", "a b.c", "日本.*"])
+def test_a_binding_key_of_whole_words_is_taken(key: str) -> None:
+    assert Listener(key, print, queue="q").binding_key == key
 
 
 def test_listen_without_a_binding_key_says_what_is_missing() -> None:

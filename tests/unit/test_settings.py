@@ -17,7 +17,7 @@ import pytest
 from sqlalchemy import create_engine
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from outbox import IMMEDIATELY, NEVER, ConfigurationError, Message, Outbox, OutboxError, RetryPolicy
+from outbox import IMMEDIATELY, NEVER, ConfigurationError, Message, Outbox, OutboxError, RetryPolicy, environment
 from outbox.core.webhooks import Secrets
 from outbox.environment import PREFIX
 from outbox.settings import Settings
@@ -527,3 +527,32 @@ async def test_a_server_that_is_away_is_reported_without_the_password(driver: st
         await outbox.create_tables()
     await outbox.close()
     assert CANARY not in "".join(traceback.format_exception(caught.value))
+
+
+def test_a_variable_that_is_no_option_is_reported_once_with_the_nearest_name(caplog: pytest.LogCaptureFixture) -> None:
+    variables = {"OUTBOX_GRACEE": "3", "OUTBOX_DB_URL": "sqlite://", "OUTBOX_ZZZZZZ": "1", "OUTBOX_GRACE": "3"}
+    for _ in range(2):
+        Settings.of({}, environment=variables)
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+        "the variable OUTBOX_DB_URL is ignored: did you mean OUTBOX_DB_ENGINE_URL?",
+        "the variable OUTBOX_GRACEE is ignored: did you mean OUTBOX_GRACE?",
+        "the variable OUTBOX_ZZZZZZ is ignored: outbox has no option of that name",
+    ]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "OUTBOX_RABBITMQ_URL",
+        "OUTBOX_WEBHOOK_SECRETS_FILE",
+        "OUTBOX_TEST_POSTGRESQL_URL",
+        "OUTBOX_PORT",  # this and the next ones are made by Kubernetes for a service
+        "OUTBOX_PORT_80_TCP_ADDR",
+        "OUTBOX_RELAY_SERVICE_HOST",
+        "OUTBOX_SERVICE_PORT_HTTP",
+        "MY_OUTBOX_GRACEE",
+    ],
+)
+def test_a_variable_that_means_something_is_not_reported(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    environment.report_unknown(Settings, {name: "x"})
+    assert not caplog.records

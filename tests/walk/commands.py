@@ -198,6 +198,7 @@ async def stubborn(body):
 everything = (short, long)
 nothing = []
 number = 3
+plain = [short, time.sleep]
 other = Outbox(db_engine_url="sqlite:///other.db")
 """
 

@@ -103,7 +103,7 @@ class Awaiting(Driving):
         return await outbox.cancel_timer(self.connection, timer_id)
 
     async def receive(self, outbox: Outbox, queue: str, message: Message) -> bool:
-        return await outbox.receive(queue, message, session=self.connection)
+        return await outbox.receive(self.connection, queue, message)
 
     async def mispaired(self, outbox: Outbox) -> list[Callable[[], Any]]:
         async def emit_sync() -> None:
@@ -116,7 +116,7 @@ class Awaiting(Driving):
             outbox.cancel_timer_sync(self.connection, "t")
 
         async def receive_sync() -> None:
-            outbox.receive_sync("q", Message(routing_key="a", body=b""), session=self.connection)
+            outbox.receive_sync(self.connection, "q", Message(routing_key="a", body=b""))
 
         return [emit_sync, emit_many_sync, cancel_timer_sync, receive_sync]
 
@@ -254,14 +254,14 @@ class Threaded(Driving):
         return await self.run(outbox.cancel_timer_sync, self.connection, timer_id)
 
     async def receive(self, outbox: Outbox, queue: str, message: Message) -> bool:
-        return await self.run(outbox.receive_sync, queue, message, session=self.connection)
+        return await self.run(outbox.receive_sync, self.connection, queue, message)
 
     async def mispaired(self, outbox: Outbox) -> list[Callable[[], Any]]:
         return [
             lambda: outbox.emit(self.connection, "a", 1),
             lambda: outbox.emit_many(self.connection, "a", []),
             lambda: outbox.cancel_timer(self.connection, "t"),
-            lambda: outbox.receive("q", Message(routing_key="a", body=b""), session=self.connection),
+            lambda: outbox.receive(self.connection, "q", Message(routing_key="a", body=b"")),
         ]
 
 

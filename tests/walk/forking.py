@@ -126,7 +126,7 @@ def many(shop: Shop) -> dict[str, Any]:
 def inside(shop: Shop) -> dict[str, Any]:
     """A process forks in the middle of a transaction, and the child leaves it by an exception."""
     asyncio.run(shop.prepare())
-    with shop.outbox._transaction_sync() as session:
+    with shop.outbox.transaction_sync() as session:
         shop.store_plain(name="inside", fails=False, session=session)
         child = os.fork()
         if not child:

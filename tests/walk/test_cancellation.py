@@ -130,7 +130,7 @@ async def receive(stage: Stage) -> None:
 async def receive_in_a_transaction_for_a_queue_that_nobody_has(stage: Stage) -> None:
     async with stage.outbox.transaction() as session:
         await stage.write_effect(session, "new")
-        await stage.outbox.receive("nobodys", Message(routing_key="order.paid", body=b'"new"'), session=session)
+        await stage.outbox.receive(session, "nobodys", Message(routing_key="order.paid", body=b'"new"'))
 
 
 # Serving.

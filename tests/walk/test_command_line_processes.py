@@ -114,7 +114,14 @@ async def test_a_module_alone_is_imported_for_the_setup_in_it(tmp_path: Path) ->
         ("no_such_module:listeners", ExitCode.CONFIGURATION, "no module is called 'no_such_module'"),
         ("application.part:listeners", ExitCode.CONFIGURATION, "application"),
         ("application:absent", ExitCode.CONFIGURATION, "has no attribute 'absent'"),
-        ("application:number", ExitCode.CONFIGURATION, "is a int, not a Listener"),
+        ("application:number", ExitCode.CONFIGURATION, "is an int, not a Listener"),
+        (
+            "application:plain",
+            ExitCode.CONFIGURATION,
+            "item 1 of application:plain is a function: decorate it with",
+        ),
+        ("application.py:listeners", ExitCode.USAGE, "is a file: name the module, application:listeners"),
+        ("./app/application.py", ExitCode.USAGE, "name the module, app.application"),
         ("application:nothing", ExitCode.CONFIGURATION, "at least one listener"),
     ],
 )

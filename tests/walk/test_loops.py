@@ -222,7 +222,7 @@ def test_threads_without_a_loop_need_none(database_url: str, table_name: str) ->
 
     def emit(number: int) -> None:
         together.wait(WITHIN)
-        with outbox._transaction_sync() as session:
+        with outbox.transaction_sync() as session:
             outbox.emit_sync(session, "order.created", number)
 
     with ThreadPoolExecutor(4) as threads:

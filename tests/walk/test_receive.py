@@ -85,12 +85,12 @@ async def test_of_many_that_receive_the_same_message_at_once_one_stores_it(
 async def test_a_message_commits_and_rolls_back_with_the_session_it_is_received_in(outbox: Outbox) -> None:
     await outbox.store.queues.bind([Binding("payments", "#")])
     async with outbox.engines.session() as session:
-        assert await outbox.receive("payments", payment(), session=session)
-        assert not await outbox.receive("payments", payment(), session=session)
+        assert await outbox.receive(session, "payments", payment())
+        assert not await outbox.receive(session, "payments", payment())
         await session.rollback()
     assert await outbox.messages() == []
     async with outbox.transaction() as session:
-        assert await outbox.receive("payments", payment(), session=session)
+        assert await outbox.receive(session, "payments", payment())
     [stored] = await outbox.messages()
     assert (stored.message.id, stored.queue, stored.state) == ("evt_1", "payments", "delivered")
 
@@ -202,7 +202,7 @@ async def test_a_connection_without_a_transaction_is_refused(outbox: Outbox, dat
     engine = create_async_engine(database_url, isolation_level="AUTOCOMMIT")
     async with engine.connect() as connection:
         with pytest.raises(TransactionError, match="receive on a connection in AUTOCOMMIT"):
-            await outbox.receive("payments", payment(), session=connection)
+            await outbox.receive(connection, "payments", payment())
         assert (await connection.execute(text(f"SELECT count(*) FROM {outbox.tables.inbox.name}"))).scalar() == 0
     await engine.dispose()
 

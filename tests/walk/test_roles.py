@@ -16,7 +16,7 @@ from sqlalchemy import make_url, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from outbox import Listener, Message, Outbox, Reject, listen
+from outbox import Listener, Message, Outbox, Reject, TablesMissing, listen
 from outbox.cli.exits import ExitCode
 from outbox.core.events import CircuitClosed, CircuitOpened
 from tests.seeds.observing import Recorder
@@ -400,7 +400,7 @@ async def test_a_producer_cannot_make_tables_and_is_told_so(roles: Roles, make_o
     schema = f"{roles.table_name}_elsewhere"
     roles.run(f"CREATE SCHEMA {schema}; GRANT USAGE ON SCHEMA {schema} TO {roles.user('producer')}")
     elsewhere = make_outbox(db_engine_url=roles.url_of("producer"), schema=schema)
-    with pytest.raises(DBAPIError, match="permission denied for schema"):
+    with pytest.raises(TablesMissing, match="this role may not make it: run `outbox tables create`"):
         async with elsewhere.transaction() as session:
             await elsewhere.emit(session, "a", 1)
     roles.run(f"DROP SCHEMA {schema}")

@@ -676,7 +676,7 @@ async def test_what_was_received_in_a_savepoint_that_rolled_back_is_told_to_nobo
         for routing_key in ("taken.back", "kept"):
             nested = await session.begin_nested()
             message = Message(routing_key=routing_key, body=b"1")
-            await outbox.receive("orders", message, session=session, unwanted="wait")
+            await outbox.receive(session, "orders", message, unwanted="wait")
             await (nested.rollback() if routing_key == "taken.back" else nested.commit())
         assert recorder.of(Received) == []
     assert len(recorder.of(Received)) == 1

@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import sys
 import traceback
-from importlib.metadata import version
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from outbox.cli import dead_letters, demo, doctor, messages, queues, relay, status, tables, topology, worker
+from outbox import __version__
 from outbox.cli.exits import ExitCode, in_words, reported
+from outbox.cli.late_commands import LateCommands
 from outbox.cli.secrets import redacted
 from outbox.cli.words import lines
 
 
 class Commands(TyperGroup):
     """The commands, with the library's errors told as a line and a code."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.commands = LateCommands()
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(self.commands)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(LateCommands.SHORT_HELPS.items()))
 
     def invoke(self, ctx: Any) -> Any:
         with reported():
@@ -38,7 +49,7 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(version("transactional-outbox"))
+        print(__version__)
         raise typer.Exit
 
 
@@ -51,18 +62,6 @@ def outbox(show_version: Version = False) -> None:
 
     Every setting is read from the environment: OUTBOX_DB_ENGINE_URL says where the database is.
     """
-
-
-app.command(short_help="Hand stored messages to the transport.")(relay.relay)
-app.command(short_help="Serve listeners.")(worker.worker)
-app.command(short_help="Show what lies where.")(status.status)
-app.command(short_help="Say what is wrong, and what to do.")(doctor.doctor)
-app.add_typer(messages.app, name="messages")
-app.add_typer(dead_letters.app, name="dead-letters")
-app.add_typer(queues.app, name="queues")
-app.add_typer(tables.app, name="tables")
-app.command(short_help="Print what listeners need at RabbitMQ.")(topology.topology)
-app.command(short_help="Show the library at work, on SQLite.")(demo.demo)
 
 
 def main() -> None:

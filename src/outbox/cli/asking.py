@@ -12,13 +12,11 @@ from sqlalchemy import URL
 from sqlalchemy.exc import SQLAlchemyError
 
 from outbox.cli.exits import ExitCode, Failure
-from outbox.core.reaching import is_unreachable, original, sql_state
+from outbox.core.reaching import REFUSED, is_unreachable, original, sql_state
 from outbox.instance import Outbox
 from outbox.stores.sqlite import in_memory
 
 Answer = TypeVar("Answer")
-
-_REFUSED = "42501"  # a right is missing
 
 
 def ask(
@@ -63,7 +61,7 @@ def _no_tables(outbox: Outbox) -> str:
 def explained(error: Exception, outbox: Outbox) -> Failure:
     """What a database's error means for whoever typed the command."""
     words, state = _words(error), sql_state(error)
-    if state == _REFUSED:
+    if state == REFUSED:
         return Failure(ExitCode.CONFIGURATION, f"the database does not allow it: {words}")
     if is_unreachable(error):
         return Failure(ExitCode.UNREACHABLE, f"cannot reach the database {place(outbox.engines.main.url)}: {words}")

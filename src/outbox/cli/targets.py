@@ -40,6 +40,7 @@ def find_outbox(name: str) -> Outbox:
     if not name:
         return library.outbox
     module, _, attribute = name.partition(":")
+    _check_module(name, module)
     if not attribute:
         _load(module)
         return library.outbox
@@ -52,6 +53,7 @@ def find_outbox(name: str) -> Outbox:
 def find_listeners(name: str) -> Sequence[Listener]:
     """The listeners that a worker serves."""
     module, _, attribute = name.partition(":")
+    _check_module(name, module)
     if not module or not attribute:
         raise Failure(
             ExitCode.USAGE, f"{name!r}: write it as MODULE:ATTRIBUTE, for example shop.listeners:all_listeners"
@@ -61,9 +63,22 @@ def find_listeners(name: str) -> Sequence[Listener]:
         return [found]
     if isinstance(found, list | tuple) and all(isinstance(each, Listener) for each in found):
         return found
-    raise Failure(
-        ExitCode.CONFIGURATION, f"{name} is a {type(found).__name__}, not a Listener or a list or tuple of them"
-    )
+    if isinstance(found, list | tuple):
+        number, wrong = next((number, each) for number, each in enumerate(found) if not isinstance(each, Listener))
+        raise Failure(ExitCode.CONFIGURATION, f"item {number} of {name} is {_named(wrong)}: decorate it with @listen")
+    raise Failure(ExitCode.CONFIGURATION, f"{name} is {_named(found)}, not a Listener or a list or tuple of them")
+
+
+def _named(found: object) -> str:
+    kind = type(found).__name__.removeprefix("builtin_").removesuffix("_or_method")
+    return f"{'an' if kind[0] in 'aeiouAEIOU' else 'a'} {kind}"
+
+
+def _check_module(name: str, module: str) -> None:
+    """A file is no module, although the two look alike."""
+    if module.endswith(".py") or "/" in module:
+        dotted = module.removesuffix(".py").removeprefix("./").strip("/").replace("/", ".")
+        raise Failure(ExitCode.USAGE, f"{module} is a file: name the module, {dotted}{name.removeprefix(module)}")
 
 
 def _attribute(module: str, attribute: str) -> object:

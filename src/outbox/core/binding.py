@@ -84,6 +84,20 @@ def check_name(name: str, what: str) -> None:
         raise ConfigurationError(f"a {what} has printable characters only: {name!r}")
 
 
+def check_binding_key(key: str, what: str = "binding key") -> None:
+    """Refuse a binding key that matches no routing key, or not those that it seems to."""
+    check_name(key, what)
+    words = key.split(".")
+    if "" in words:
+        raise ConfigurationError(f"the {what} {key!r} has an empty word: write one dot between words, none at an end")
+    for word in words:
+        if word not in ("*", "#") and ("*" in word or "#" in word):
+            raise ConfigurationError(
+                f"the {what} {key!r} would not match what it seems to: * stands for one whole word and # for any "
+                f"number of them, so {word!r} is an ordinary word; put a dot between"
+            )
+
+
 @lru_cache(maxsize=4096)
 def _words(binding_key: str) -> tuple[str, ...]:
     return tuple(binding_key.split("."))

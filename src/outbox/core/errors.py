@@ -24,7 +24,7 @@ OutboxError
 ├── TransactionError            the caller's transaction cannot take the message
 │   ├── SnapshotConflict        SQLite: it read before it wrote, and somebody else wrote meanwhile
 │   ├── WrongDatabase           its session leads to another database than that of the outbox
-│   └── TablesMissing           a driver's own connection, and nobody has made the tables yet
+│   └── TablesMissing           the tables are not there, and the library may not make them here
 ├── Undecodable                 a body is not what its listener's annotation says: a dead letter
 ├── TransportUnavailable        nothing was sent: the destination is away
 ├── ClosedForGood               a relay or a worker cannot go on: it ends, and has to be started again
@@ -159,7 +159,7 @@ class WrongDatabase(TransactionError):
 
 
 class TablesMissing(TransactionError):
-    """There are no tables, and on a driver's own connection none are made."""
+    """There are no tables, and none are made: on a driver's own connection, or because the role may not."""
 
 
 class Undecodable(OutboxError):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from outbox.core.binding import Binding, check_name
+from outbox.core.binding import Binding, check_binding_key
 from outbox.core.durations import Seconds, as_lifetime, configured
 from outbox.core.errors import ConfigurationError
 from outbox.core.listener_options import (
@@ -56,6 +56,7 @@ class Listener:
             raise ConfigurationError(f"a listener's callback must be callable, not {self.callback!r}")
         self._set("queue", self.queue or _queue_name(self.callback))
         Binding(self.queue, self.binding_key)  # checks both
+        check_binding_key(self.binding_key)
         if isinstance(self.concurrency, bool) or not isinstance(self.concurrency, int) or self.concurrency < 1:
             raise ConfigurationError(f"{self.queue}: concurrency={self.concurrency!r}, at least 1")
         if isinstance(self.max_crashes, bool) or not isinstance(self.max_crashes, int) or self.max_crashes < 1:
@@ -134,7 +135,7 @@ def listen(
 ) -> Callable[[Callable[..., Any]], Listener]:
     """Make a function a Listener: `listen(binding_key, …)(callback)` is `Listener(binding_key, callback, …)`."""
 
-    check_name(binding_key, "binding key")
+    check_binding_key(binding_key)
 
     def decorate(callback: Callable[..., Any]) -> Listener:
         return Listener(

@@ -8,6 +8,7 @@ from sqlalchemy.exc import DBAPIError, TimeoutError
 
 from outbox.core.errors import DatabaseSilent
 
+REFUSED = "42501"  # the SQL state of a right that is missing
 _AWAY = ("08", "28", "3D", "53", "57")  # SQL states: connection, password, database, resources, operator
 _BROKEN = ("InterfaceError", "InternalClientError")  # a driver's own, of a connection that is closed or was cut
 

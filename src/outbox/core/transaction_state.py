@@ -7,7 +7,6 @@ connection.
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Callable, Iterator
 from enum import Enum, auto
 from functools import partial
@@ -17,6 +16,7 @@ from weakref import WeakKeyDictionary, ref
 from sqlalchemy import Connection, Transaction, TwoPhaseTransaction, event
 from sqlalchemy.orm import Session, SessionTransaction
 
+from outbox.core.callers_line import CallersLine
 from outbox.core.errors import NotAtomicWarning, TransactionError
 
 
@@ -42,9 +42,8 @@ NOT_ATOMIC = {
 
 
 def warn_not_atomic(where: str) -> None:
-    warnings.warn(
-        f"emit {where}: the message is stored at once, whatever becomes of your data", NotAtomicWarning, stacklevel=3
-    )
+    text = f"emit {where}: the message is stored at once, whatever becomes of your data"
+    CallersLine.here().warn(text, NotAtomicWarning)
 
 
 # What PQtransactionStatus() answers, in psycopg and psycopg2.

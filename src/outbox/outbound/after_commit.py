@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -12,10 +11,11 @@ from typing import Any, Protocol, cast
 from weakref import WeakKeyDictionary, ref
 
 from sqlalchemy import Connection, event
-from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session
+from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_session
 from sqlalchemy.orm import Session, SessionTransaction, scoped_session
 
 from outbox.core.callables import is_async
+from outbox.core.callers_line import CallersLine
 from outbox.core.errors import NotAtomicWarning, TransactionError
 from outbox.core.events import HookFailed, Observer
 from outbox.core.loops import cancelled_from_outside
@@ -141,6 +141,7 @@ class SessionCommits:
         self._waiting: dict[SessionTransaction, Waiting] = {}
         self._committed: list[Hook] = []
         self._decided: SessionTransaction | None = None  # the last outermost one that committed or was rolled back
+        self.emitted_at: CallersLine | None = None  # the first emit of the transaction
         self.is_abandoned = False  # whether an outermost one ended without either: its session was closed
 
     def waiting(self, transaction: SessionTransaction) -> Waiting:
@@ -177,8 +178,10 @@ class SessionCommits:
             return
         self.is_abandoned = transaction is not self._decided
         self._decided = None
-        if waiting is not None and waiting.actions:
-            _warn_of_forgotten_commit(len(waiting.actions))
+        emitted_at, self.emitted_at = self.emitted_at, None
+        if waiting is not None and waiting.actions and emitted_at is not None:
+            awaits = async_session(transaction.session) is not None
+            emitted_at.warn(_forgotten_commit(len(waiting.actions), "await " if awaits else ""), NotAtomicWarning)
         if not self.keeps_hooks:
             for hook in self.taken():
                 hook.run()
@@ -228,7 +231,12 @@ def guard(session: Session | Connection, aborted: Aborted) -> None:
 def committing(session: Session | Connection, aborted: Aborted) -> Waiting:
     """The same, for who is about to write; and what waits for the commit, to which more may be added."""
     guard(session, aborted)
-    return waiting_in(session) if isinstance(session, Session) else waiting_on(session)
+    if not isinstance(session, Session):
+        return waiting_on(session)
+    commits = commits_of(session)
+    if commits.emitted_at is None:
+        commits.emitted_at = CallersLine.here()
+    return waiting_in(session)
 
 
 def check_not_abandoned(session: Session) -> None:
@@ -292,13 +300,11 @@ def _session_transaction_ended(session: Session, transaction: SessionTransaction
         commits.ended(transaction)
 
 
-def _warn_of_forgotten_commit(count: int) -> None:
-    warnings.warn(
+def _forgotten_commit(count: int, awaits: str) -> str:
+    return (
         f"a session was closed without commit after {count} emit(s): neither messages nor data were stored. "
-        "Call `await session.commit()`, or begin with `async with session.begin()`; if this was meant, say "
-        "`await session.rollback()`",
-        NotAtomicWarning,
-        stacklevel=3,
+        f"Call `{awaits}session.commit()`, or begin with `{'async ' if awaits else ''}with session.begin()`; "
+        f"if this was meant, say `{awaits}session.rollback()`"
     )
 
 

@@ -202,9 +202,9 @@ class SqlDialect(TableShapes, ABC):
         return
 
 
-def tables_missing(tables: Tables) -> TablesMissing:
+def tables_missing(tables: Tables, why: str = "none is made on a driver's own connection") -> TablesMissing:
     """What to tell a caller on whose connection no table is made."""
     return TablesMissing(
-        f"there is no table {tables.messages.fullname!r}, and none is made on a driver's own connection: run `outbox "
-        "tables create`, or call create_tables(), before you emit"
+        f"there is no table {tables.messages.fullname!r}, and {why}: run `outbox tables create`, or call "
+        "create_tables(), before you emit"
     )

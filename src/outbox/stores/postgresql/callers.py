@@ -34,9 +34,10 @@ from sqlalchemy.util import await_only
 
 from outbox.core.errors import WrongDatabase
 from outbox.core.prepared import SchemaNames, dialect_for, prepare
+from outbox.core.reaching import REFUSED, sql_state
 from outbox.core.store import Rows
 from outbox.stores.callers import CallerConnections, execute, naming, qualified
-from outbox.stores.dialect import SqlDialect
+from outbox.stores.dialect import SqlDialect, tables_missing
 from outbox.stores.postgresql.connection import explained, spare
 from outbox.stores.tables import Tables
 
@@ -168,10 +169,12 @@ class Places:
                     named = connection.execution_options(**naming({tables.messages.schema: schema}))
                     self._dialect.create(named, tables, schema)
             return True
-        except ProgrammingError:  # a producer's role may make none: one that a newer version has added is not its own
-            if tables.messages in missing:
+        except ProgrammingError as error:  # a producer's role may make none
+            if tables.messages not in missing:
+                return True  # one that a newer version has added is not its own
+            if sql_state(error) != REFUSED:
                 raise
-            return True
+            raise tables_missing(tables, "this role may not make it") from None
         finally:
             own.dispose()
 

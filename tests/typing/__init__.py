@@ -1,0 +1,1 @@
+"""Typing: what type checkers accept of typical code, and what they reject."""
