@@ -166,7 +166,7 @@ def give_up(task: asyncio.Task[Any], why: str) -> None:
 
 
 def check_not_cut() -> None:
-    """Raise the cancellation again that this task was given, and did not heed: it may have left out half of its work."""
+    """Raise the cancellation again that this task did not heed: it may have left out half of its work."""
     task = asyncio.current_task()
     why = None if task is None else _cut.get(task)
     if why is not None:
