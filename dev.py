@@ -71,6 +71,8 @@ BUILD_SITE = ["-m", "mkdocs", "build", "--strict"]  # with --quiet no warning wo
 SERVE_SITE = ["-m", "mkdocs", "serve", "--dev-addr", "127.0.0.1:8000"]
 # Most tests wait for something: three of them can, on two cores. In the order of tests/conftest.py: long files first.
 SIDE_BY_SIDE = ["-n", "3", "--dist", "loadfile", "--no-loadscope-reorder"]
+# Where one file has nearly all of the tests, they are dealt out one by one.
+ONE_BY_ONE = ["-n", "3", "--dist", "worksteal"]
 # An older SQLAlchemy is met on one driver of PostgreSQL: what the databases differ in is not SQLAlchemy's.
 ON_OLDER_SQLALCHEMY = [
     *("tests/contract/test_stores.py", "tests/walk/test_joined_sessions.py"),
@@ -109,14 +111,13 @@ def test(arguments: list[str]) -> int:
     if arguments:
         return run([environment.python, *PYTEST, *arguments])
     first = environment.older_sqlalchemy().relative_to(ROOT).as_posix()
-    everything = [*PYTEST, *SIDE_BY_SIDE]
-    older = ["--sqlalchemy", "2.0", "-o", f"pythonpath={first}", *ON_OLDER_SQLALCHEMY]
+    older = [*ONE_BY_ONE, "--sqlalchemy", "2.0", "-o", f"pythonpath={first}", *ON_OLDER_SQLALCHEMY]
     site = site_environment()
     return run_all(
         {
             **environment.commands(LINTERS),
             **site.commands({"site": BUILD_SITE}),
-            **environment.commands({"pytest": everything, "sqlalchemy 2.0": [*everything, *older]}),
+            **environment.commands({"pytest": [*PYTEST, *SIDE_BY_SIDE], "sqlalchemy 2.0": [*PYTEST, *older]}),
         }
     )
 
@@ -457,7 +458,9 @@ def quietly(command: list[str], **variables: str) -> int:
 def surroundings() -> dict[str, str]:
     """The environment variables, without those that would lead out of the virtual environment."""
     astray = {"PYTHONPATH", "PYTHONHOME", "PIP_USER", "PIP_TARGET", "PIP_PREFIX", "PIP_REQUIRE_VIRTUALENV"}
-    kept = {name: value for name, value in os.environ.items() if name not in astray}
+    # The tests start hundreds of processes; without bytecode, each of them would compile the library anew.
+    slow = {"PYTHONDONTWRITEBYTECODE"}
+    kept = {name: value for name, value in os.environ.items() if name not in astray | slow}
     # The last one keeps an announcement of the site's theme out of its output.
     return {**kept, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1", "NO_MKDOCS_2_WARNING": "1"}
 

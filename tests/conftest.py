@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,17 @@ def pytest_configure(config: pytest.Config) -> None:
     wanted = config.getoption("--sqlalchemy")
     if wanted and not sqlalchemy.__version__.startswith(f"{wanted}."):
         raise pytest.UsageError(f"SQLAlchemy {wanted} is wanted, and this is {sqlalchemy.__version__}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect the tests, which are there to the end: the garbage collector need not go through them again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 # These speak to the store, whose contract every driver fulfils: PostgreSQL's second driver tells nothing more here.

@@ -58,6 +58,7 @@ class Stage:
             Column("id", Integer, primary_key=True),
             Column("name", String(50)),
         )
+        self._saved: list[tuple[Table, list[dict[str, Any]]]] = []
         self._eyes = self._make_outbox(self._beside)
         self.outbox = self._make_outbox(self.engine)
         self.listener = Listener("order.#", self._listen, queue="q")
@@ -105,20 +106,27 @@ class Stage:
     # Before.
 
     async def begin(self) -> None:
-        """Set it for the first time; the outbox beside then opens a line that it keeps, which is none to be counted."""
+        """Fill it; the outbox beside then opens a line that it keeps, which is none to be counted."""
         tasks = asyncio.all_tasks()
-        await self.set()
-        await eventually(lambda: not (asyncio.all_tasks() - tasks))
-
-    async def set(self) -> None:
-        """A message in every state: two in a queue, one not routed, a timer, and one each done, dead and expired."""
         async with self._beside.begin() as connection:
             await connection.run_sync(self.tables.metadata.create_all)
-            for table in self.tables.metadata.sorted_tables:
-                await connection.execute(delete(table))
         await self._fill(self._eyes)
+        await eventually(lambda: not (asyncio.all_tasks() - tasks))
+        async with self._beside.connect() as connection:
+            for table in self.tables.metadata.sorted_tables:
+                rows = (await connection.execute(select(table))).mappings()
+                self._saved.append((table, [dict(row) for row in rows]))
+
+    async def set(self) -> None:
+        """Let every row be as it was in the beginning."""
+        async with self._beside.begin() as connection:
+            for table, rows in self._saved:
+                await connection.execute(delete(table))
+                if rows:
+                    await connection.execute(insert(table), rows)
 
     async def _fill(self, outbox: Outbox) -> None:
+        """A message in every state: two in a queue, one not routed, a timer, and one each done, dead and expired."""
         store = outbox.store
         await store.queues.bind([Binding("q", "order.#")])
         await store.maintenance.record_transport("database")
