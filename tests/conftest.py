@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import sqlalchemy
@@ -21,8 +22,9 @@ pytest.register_assert_rewrite(
 
 from outbox import Outbox  # noqa: E402 - after pytest was told whose assertions to explain
 from outbox.testing import servers  # noqa: E402
-from outbox.testing.servers import PgBouncer, Server, postgresql  # noqa: E402
+from outbox.testing.servers import PgBouncer, Server, mariadb, postgresql  # noqa: E402
 from tests.broker import VirtualHost  # noqa: E402
+from tests.mariadb import statement  # noqa: E402
 from tests.seeds.observing import Recorder  # noqa: E402
 
 DATABASES = ("sqlite", "postgresql+asyncpg", "postgresql+psycopg")
@@ -35,6 +37,22 @@ def postgresql_url() -> Iterator[str]:
     """A real PostgreSQL for the whole run, as `postgresql://…`."""
     with postgresql() as server:
         yield server.url
+
+
+@pytest.fixture(scope="session")
+def mariadb_url() -> Iterator[str]:
+    """A real MariaDB for the whole run, as `mariadb://…`."""
+    with mariadb() as server:
+        yield server.url
+
+
+@pytest.fixture
+def mariadb_database(mariadb_url: str) -> Iterator[str]:
+    """A fresh database of that MariaDB, as `mariadb://…`, where a table name of its own is not enough."""
+    name = f"t{os.getpid()}_{next(_numbers)}"
+    statement(mariadb_url, f"CREATE DATABASE {name}")
+    yield urlsplit(mariadb_url)._replace(path=f"/{name}").geturl()
+    statement(mariadb_url, f"DROP DATABASE {name}")
 
 
 @pytest.fixture(scope="session")
