@@ -39,6 +39,13 @@ def store_class(dialect: str) -> StoreClass:
     return found
 
 
+def share_a_store(dialect: str, other: str) -> bool:
+    """Whether two dialects are names of one database, as SQLAlchemy's for MariaDB are."""
+    if dialect == other:
+        return True
+    return {dialect, other} <= set(installed_stores()) and store_class(dialect) is store_class(other)
+
+
 def defaults_of(settings: Settings, observe: Observer) -> Defaults:
     """What the settings say to a transport. Of those that belong to single transports each takes its own."""
     values = {option.name: getattr(settings, option.name) for option in fields(settings)}

@@ -32,15 +32,20 @@ from outbox.worker_factory import WorkerFactory
 
 
 class Stores(dict[str, Store]):
-    """The stores for callers' databases, by the names of their dialects, each made when it is first asked for."""
+    """The stores for callers' databases, by the names of their dialects, each made when it is first asked for.
+
+    A database that has two names has one store.
+    """
 
     def __init__(self, make: Callable[[str], Store]) -> None:
         super().__init__()
         self._make = make
+        self._by_kind: dict[type[Store], Store] = {}
 
     def __missing__(self, dialect: str) -> Store:
         # Several threads may be first. What all but one of them make has no connection and wakes nobody.
-        return self.setdefault(dialect, self._make(dialect))
+        made = self._make(dialect)
+        return self.setdefault(dialect, self._by_kind.setdefault(type(made), made))
 
 
 class Parts:
