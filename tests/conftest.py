@@ -28,6 +28,7 @@ from tests.mariadb import statement  # noqa: E402
 from tests.seeds.observing import Recorder  # noqa: E402
 
 DATABASES = ("sqlite", "postgresql+asyncpg", "postgresql+psycopg")
+MARIADB = ("mysql+asyncmy", "mariadb+asyncmy")  # SQLAlchemy's two names for a MariaDB
 
 _numbers = itertools.count(1)
 
@@ -89,8 +90,9 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """Every database and driver in turn."""
     if request.param == "sqlite":
         return f"sqlite+aiosqlite:///{tmp_path / 'outbox.db'}"
-    url: str = request.getfixturevalue("postgresql_url")
-    return url.replace("postgresql://", f"{request.param}://", 1)
+    server = "postgresql_url" if request.param.startswith("postgresql") else "mariadb_url"
+    url: str = request.getfixturevalue(server)
+    return f"{request.param}://{url.partition('://')[2]}"
 
 
 @pytest.fixture

@@ -45,7 +45,7 @@ from outbox.stores.dialect import SqlDialect
 from outbox.stores.leases import unleased
 from outbox.stores.rows import GIVEN, as_seconds, history_line, message_row, placed_row
 from outbox.stores.runner import Runner
-from outbox.stores.tables import NOT_ROUTED, Tables
+from outbox.stores.tables import NOT_ROUTED, TIMER_ONCE, Tables
 
 IN_FAILED_TRANSACTION = "25P02"  # how PostgreSQL refuses everything after a failure
 _ON_DRIVER = "on the driver's own connection"
@@ -301,12 +301,16 @@ class SqlWriting:
 
     @kept_property
     def _cancel(self) -> Executable:
-        return delete(self._messages).where(
-            self._messages.c.timer_id == bindparam("timer_id"),
-            self._messages.c.destination == NOT_ROUTED,
-            self._messages.c.done_at.is_(None),
-            unleased(self._messages, self._dialect.clock()),
-        )
+        free = unleased(self._messages, self._dialect.clock())
+        return delete(self._messages).where(*self._waiting_timer, free)
+
+    @property
+    def _waiting_timer(self) -> tuple[ColumnElement[bool], ...]:
+        """Conditions by which an index finds it."""
+        columns, timer_id = self._messages.c, bindparam("timer_id", type_=String)
+        if TIMER_ONCE in columns:
+            return (columns[TIMER_ONCE] == timer_id,)
+        return columns.timer_id == timer_id, columns.destination == NOT_ROUTED, columns.done_at.is_(None)
 
     def _times(self) -> dict[str, ColumnElement[Any]]:
         given = bindparam("due", type_=DateTime(timezone=True))

@@ -12,7 +12,6 @@ from sqlalchemy import (
     Executable,
     Text,
     bindparam,
-    delete,
     func,
     insert,
     literal,
@@ -127,4 +126,4 @@ class SqlDeadLetters(DeadLetters):
 
     @kept_property
     def _forget(self) -> Any:
-        return delete(self._table).where(self._dialect.among(self._table.c.id, "ids"))
+        return self._dialect.delete(self._table).where(self._dialect.among(self._table.c.id, "ids"))

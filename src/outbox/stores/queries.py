@@ -243,4 +243,4 @@ def _age(seconds: float | None) -> timedelta | None:
 
 
 def _count(condition: ColumnElement[bool]) -> ColumnElement[int]:
-    return func.coalesce(func.sum(case((condition, 1), else_=0)), 0)
+    return func.count(case((condition, 1)))

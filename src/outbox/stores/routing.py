@@ -15,12 +15,10 @@ from sqlalchemy import (
     Text,
     bindparam,
     case,
-    delete,
     insert,
     literal,
     null,
     select,
-    update,
 )
 
 from outbox.core.attempt import Dead
@@ -33,7 +31,7 @@ from outbox.stores.bindings import SqlBindings, locked_version
 from outbox.stores.callers import PlacingStatements
 from outbox.stores.claiming import SqlClaim, SqlFeed
 from outbox.stores.dialect import SqlDialect
-from outbox.stores.leases import one_more
+from outbox.stores.leases import one_more, set_in_order
 from outbox.stores.receiving import SqlReceiving
 from outbox.stores.rows import history_line, placed_row
 from outbox.stores.runner import Runner
@@ -183,7 +181,7 @@ class SqlRouting:
             connection.execute(self._pause_unroutable, {"ids": self._dialect.listed(ids), "line": line})
             round.unroutable[routing_key] = len(ids)
         if unwanted:
-            gone = delete(self._messages).where(self._dialect.among(self._messages.c.id, "ids"))
+            gone = self._dialect.delete(self._messages).where(self._dialect.among(self._messages.c.id, "ids"))
             connection.execute(gone, {"ids": self._dialect.listed(unwanted)})
             round.discarded = len(unwanted)
         round.taken += len(rows)
@@ -203,7 +201,11 @@ class SqlRouting:
     def _move_to(self) -> Executable:
         chosen = self._dialect.among(self._messages.c.id, "ids")
         unleased = {"starts": 0, "lease_token": null(), "lease_until": null()}
-        return update(self._messages).where(chosen).values({**moved(self._dialect, bindparam("queue")), **unleased})
+        return (
+            self._dialect.update(self._messages)
+            .where(chosen)
+            .values({**moved(self._dialect, bindparam("queue")), **unleased})
+        )
 
     @kept_property
     def _copy_to(self) -> Executable:
@@ -223,15 +225,12 @@ class SqlRouting:
     def _pause_unroutable(self) -> Executable:
         columns = self._messages.c
         pause = case((columns.attempts > 8, LONGEST_PAUSE), else_=literal(1).bitwise_lshift(columns.attempts))
-        return (
-            update(self._messages)
-            .where(self._dialect.among(columns.id, "ids"))
-            .values(
-                unroutable=True,
-                attempts=one_more(columns.attempts),
-                due_at=self._dialect.later(self._dialect.clock(), pause),
-                history=case((columns.history.is_(None), bindparam("line", type_=Text)), else_=columns.history),
-            )
+        return set_in_order(
+            self._dialect.update(self._messages).where(self._dialect.among(columns.id, "ids")),
+            unroutable=True,
+            due_at=self._dialect.later(self._dialect.clock(), pause),
+            attempts=one_more(columns.attempts),
+            history=case((columns.history.is_(None), bindparam("line", type_=Text)), else_=columns.history),
         )
 
     @kept_property

@@ -1,0 +1,97 @@
+"""Transactions: what the server and its drivers tell of a caller's, and what an error has done to it.
+
+A failed statement is rolled back alone. After a deadlock the server has rolled back everything, the savepoints too,
+and the next statement begins another transaction without a word: a COMMIT would keep the second half of the caller's
+work. So an error of that kind is remembered for as long as SQLAlchemy believes in the transaction.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+from sqlalchemy import Connection, Engine, ExceptionContext, Transaction, event
+from sqlalchemy.pool import Pool
+
+from outbox.core.transaction_state import TransactionState
+from outbox.stores.mysql.shapes import DIALECTS
+
+DUPLICATE = 1062
+DEADLOCK, LOCK_WAIT_TIMEOUT = 1213, 1205
+CHANGED_SINCE_SNAPSHOT = 1020  # with MariaDB's innodb_snapshot_isolation
+MISSING_TABLE = 1146
+MISSING_DATABASE = 1049
+READ_ONLY = (1290, 1792, 1836)  # a replica, a transaction that was begun so, a server that refuses to write
+PACKET_TOO_LARGE = 1153
+
+_ROLLED_BACK = (DEADLOCK, CHANGED_SINCE_SNAPSHOT, 1613, 1614)  # the last two within XA
+CONFLICTS = (DEADLOCK, LOCK_WAIT_TIMEOUT, CHANGED_SINCE_SNAPSHOT)
+
+_IN_TRANSACTION, _AUTOCOMMIT = 1, 2  # of the status that comes with each answer
+
+_rolled_back: WeakSet[Transaction] = WeakSet()
+_waited_too_long: WeakSet[Transaction] = WeakSet()
+_loses_all: WeakKeyDictionary[Pool, bool] = WeakKeyDictionary()
+_keeps: WeakKeyDictionary[Pool, bool] = WeakKeyDictionary()
+
+
+def error_number(error: BaseException | None) -> int | None:
+    """The server's number of an error, as each driver has it."""
+    first = error.args[0] if error is not None and error.args else None
+    return first if type(first) is int else None
+
+
+@event.listens_for(Engine, "handle_error")
+def _failed(context: ExceptionContext) -> None:
+    if context.dialect.name not in DIALECTS or context.connection is None:
+        return
+    transaction, number = context.connection.get_transaction(), error_number(context.original_exception)
+    if transaction is None:
+        return
+    if number in _ROLLED_BACK:
+        _rolled_back.add(transaction)
+    elif number == LOCK_WAIT_TIMEOUT:
+        _waited_too_long.add(transaction)
+
+
+def is_rolled_back(connection: Connection) -> bool:
+    """Whether the server has rolled the connection's transaction back by itself."""
+    transaction = connection.get_transaction()
+    if transaction is None:
+        return False
+    if transaction in _waited_too_long:
+        _waited_too_long.discard(transaction)
+        if _asked(connection, _loses_all, "innodb_rollback_on_timeout"):
+            _rolled_back.add(transaction)
+    return transaction in _rolled_back
+
+
+def keeps_snapshot(connection: Connection) -> bool:
+    """Whether a row that was written since the transaction began cannot be written by it.
+
+    InnoDB reads anew what it writes, whatever the level of isolation is, unless MariaDB is told to compare.
+    """
+    return _asked(connection, _keeps, "innodb_snapshot_isolation")
+
+
+def _asked(connection: Connection, known: WeakKeyDictionary[Pool, bool], variable: str) -> bool:
+    """Whether a variable of the server is on. One that it does not have is off."""
+    pool = connection.engine.pool
+    found = known.get(pool)
+    if found is None:
+        row = connection.exec_driver_sql(f"SHOW VARIABLES LIKE '{variable}'").first()
+        found = known[pool] = row is not None and str(row[1]).upper() in ("ON", "1")
+    return found
+
+
+def state_of(connection: Connection) -> TransactionState:
+    """The state of a connection, by the server's last answer. mysqlclient does not hand it out."""
+    if connection.get_transaction() in _rolled_back:
+        return TransactionState.ABORTED
+    driver: Any = connection.connection.driver_connection
+    status = getattr(driver, "server_status", None)
+    if status is None:
+        return TransactionState.UNKNOWN
+    if status & _IN_TRANSACTION:
+        return TransactionState.OPEN
+    return TransactionState.AUTOCOMMIT if status & _AUTOCOMMIT else TransactionState.IDLE
