@@ -24,6 +24,7 @@ from outbox import Outbox  # noqa: E402 - after pytest was told whose assertions
 from outbox.testing import servers  # noqa: E402
 from outbox.testing.servers import PgBouncer, Server, mariadb, postgresql  # noqa: E402
 from tests.broker import VirtualHost  # noqa: E402
+from tests.databases import url_on  # noqa: E402
 from tests.mariadb import statement  # noqa: E402
 from tests.seeds.observing import Recorder  # noqa: E402
 
@@ -88,11 +89,7 @@ def rabbitmq_url(vhost: VirtualHost) -> str:
 @pytest.fixture(params=DATABASES)
 def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """Every database and driver in turn."""
-    if request.param == "sqlite":
-        return f"sqlite+aiosqlite:///{tmp_path / 'outbox.db'}"
-    server = "postgresql_url" if request.param.startswith("postgresql") else "mariadb_url"
-    url: str = request.getfixturevalue(server)
-    return f"{request.param}://{url.partition('://')[2]}"
+    return url_on(request, request.param, tmp_path)
 
 
 @pytest.fixture

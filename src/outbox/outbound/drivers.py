@@ -68,6 +68,8 @@ class DriverTransaction(CallersTransaction):
         try:
             return self.execute(prepared.text, [prepared.parameters(row) for row in rows])
         except Exception as error:
+            if store.writing.is_already_there(self.cause(error)):
+                return 0
             explained = store.writing.explained(self.cause(error))
             if explained is None:
                 raise

@@ -287,6 +287,9 @@ class SqlWriting:
     def write(self, connection: Connection, statement: Executable, rows: Rows | None = None) -> int:
         return self._callers.write(connection, statement, rows)
 
+    def is_already_there(self, error: BaseException) -> bool:
+        return self._dialect.is_already_there(error)
+
     def explained(self, error: BaseException) -> TransactionError | None:
         return self._dialect.explained(error, self._tables)
 
