@@ -172,6 +172,10 @@ class SqlDialect(TableShapes, ABC):
         """Whether a driver's own error says that a transaction could not be fitted between others."""
         return False
 
+    def is_read_only(self, error: BaseException) -> bool:
+        """Whether a driver's own error says that the server takes no writes."""
+        return False
+
     def keeps_snapshot(self, connection: Connection) -> bool:
         """Whether a transaction sees all along what its first statement saw."""
         return False

@@ -10,6 +10,7 @@ from sqlalchemy.pool import Pool
 from outbox.core.store import Rows
 from outbox.stores.callers import CallerConnections
 from outbox.stores.dialect import SqlDialect
+from outbox.stores.mysql.transactions import check_escapes
 from outbox.stores.runner import spare
 from outbox.stores.tables import Tables
 
@@ -23,6 +24,7 @@ class MysqlCallers(CallerConnections):
         self._ready: WeakSet[Pool] = WeakSet()
 
     def on(self, connection: Connection) -> Connection:
+        check_escapes(connection)
         pool = connection.engine.pool
         if pool not in self._ready:
             self._make_beside(connection)

@@ -14,6 +14,7 @@ from sqlalchemy import (
     Connection,
     DateTime,
     Delete,
+    Engine,
     Executable,
     Float,
     FromClause,
@@ -29,6 +30,7 @@ from sqlalchemy import (
     literal_column,
     null,
 )
+from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.types import TypeEngine
 
 from outbox.core.diagnosis import Finding
@@ -132,6 +134,9 @@ class MysqlDialect(MysqlShapes, SqlDialect):
     def is_own_conflict(self, error: BaseException) -> bool:
         return transactions.error_number(error) in transactions.CONFLICTS
 
+    def is_read_only(self, error: BaseException) -> bool:
+        return transactions.is_read_only(error)
+
     def keeps_snapshot(self, connection: Connection) -> bool:
         return transactions.keeps_snapshot(connection)
 
@@ -180,6 +185,10 @@ class MysqlDialect(MysqlShapes, SqlDialect):
     def connect_args(cls, url: URL) -> dict[str, Any]:
         # A text that a connection's character set does not have would be read as a question mark.
         return {} if "charset" in url.query else {"charset": "utf8mb4"}
+
+    @classmethod
+    def set_up(cls, engine: Engine | AsyncEngine) -> None:
+        transactions.leave_replicas(engine.sync_engine if isinstance(engine, AsyncEngine) else engine)
 
 
 @contextmanager

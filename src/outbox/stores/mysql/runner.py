@@ -15,6 +15,7 @@ from sqlalchemy.pool import Pool
 from outbox.core.errors import ConfigurationError
 from outbox.core.loops import LoopLocal
 from outbox.stores.dialect import SqlDialect
+from outbox.stores.mysql.transactions import leave_replicas
 from outbox.stores.runner import Runner, spare
 from outbox.stores.tables import Tables
 
@@ -60,6 +61,7 @@ class MysqlRunner(Runner):
                 await connection.invalidate()
         engine = spare(self._given.sync_engine)
         session_is_ours(engine.pool)
+        leave_replicas(engine)
         return AsyncEngine(engine)
 
     async def _transact(self, work: Callable[[Connection], Result]) -> Result:

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary, WeakSet
 from sqlalchemy import Connection, Engine, ExceptionContext, Transaction, event
 from sqlalchemy.pool import Pool
 
+from outbox.core.errors import TransactionError
 from outbox.core.transaction_state import TransactionState
 from outbox.stores.mysql.shapes import DIALECTS
 
@@ -21,13 +22,14 @@ DEADLOCK, LOCK_WAIT_TIMEOUT = 1213, 1205
 CHANGED_SINCE_SNAPSHOT = 1020  # with MariaDB's innodb_snapshot_isolation
 MISSING_TABLE = 1146
 MISSING_DATABASE = 1049
-READ_ONLY = (1290, 1792, 1836)  # a replica, a transaction that was begun so, a server that refuses to write
+_REFUSES_OPTION, _READ_ONLY_MODE = 1290, 1836
 PACKET_TOO_LARGE = 1153
 
 _ROLLED_BACK = (DEADLOCK, CHANGED_SINCE_SNAPSHOT, 1613, 1614)  # the last two within XA
 CONFLICTS = (DEADLOCK, LOCK_WAIT_TIMEOUT, CHANGED_SINCE_SNAPSHOT)
 
-_IN_TRANSACTION, _AUTOCOMMIT = 1, 2  # of the status that comes with each answer
+# Of the status that comes with each answer.
+_IN_TRANSACTION, _AUTOCOMMIT, _NO_BACKSLASH_ESCAPES = 1, 2, 512
 
 _rolled_back: WeakSet[Transaction] = WeakSet()
 _waited_too_long: WeakSet[Transaction] = WeakSet()
@@ -39,6 +41,33 @@ def error_number(error: BaseException | None) -> int | None:
     """The server's number of an error, as each driver has it."""
     first = error.args[0] if error is not None and error.args else None
     return first if type(first) is int else None
+
+
+def is_read_only(error: BaseException) -> bool:
+    """Whether the server takes no writes. Of a transaction that is READ ONLY, which is 1792, its owner knows."""
+    number = error_number(error)
+    text = str(error).lower()
+    return number == _READ_ONLY_MODE or (number == _REFUSES_OPTION and ("read-only" in text or "read_only" in text))
+
+
+def leave_replicas(engine: Engine) -> None:
+    """Let go of connections that lead to such a server: after a failover the next ones lead to the one that writes."""
+    event.listen(engine, "handle_error", _left)
+
+
+def _left(context: ExceptionContext) -> None:
+    if is_read_only(context.original_exception):
+        context.is_disconnect = True
+
+
+def check_escapes(connection: Connection) -> None:
+    """Refuse asyncmy where a backslash escapes nothing: it would store one before each quote of a body."""
+    driver: Any = connection.connection.driver_connection
+    if type(driver).__module__.startswith("asyncmy") and driver.server_status & _NO_BACKSLASH_ESCAPES:
+        raise TransactionError(
+            "asyncmy writes bytes wrongly in the sql_mode NO_BACKSLASH_ESCAPES: take it out of the session's sql_mode, "
+            "or emit through pymysql"
+        )
 
 
 @event.listens_for(Engine, "handle_error")
