@@ -39,6 +39,11 @@ def store_class(dialect: str) -> StoreClass:
     return found
 
 
+def is_same_database(dialect: str, other: str) -> bool:
+    """Whether two of SQLAlchemy's names are served by one store: a kind of server may have several."""
+    return dialect == other or store_class(dialect) is store_class(other)
+
+
 def defaults_of(settings: Settings, observe: Observer) -> Defaults:
     """What the settings say to a transport. Of those that belong to single transports each takes its own."""
     values = {option.name: getattr(settings, option.name) for option in fields(settings)}
