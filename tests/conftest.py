@@ -28,8 +28,7 @@ from tests.databases import url_on  # noqa: E402
 from tests.mariadb import statement  # noqa: E402
 from tests.seeds.observing import Recorder  # noqa: E402
 
-DATABASES = ("sqlite", "postgresql+asyncpg", "postgresql+psycopg")
-MARIADB = ("mysql+asyncmy", "mariadb+asyncmy")  # SQLAlchemy's two names for a MariaDB
+DATABASES = ("sqlite", "postgresql+asyncpg", "postgresql+psycopg", "mariadb+asyncmy")
 
 _numbers = itertools.count(1)
 
@@ -164,13 +163,42 @@ ABOVE_THE_DRIVERS = frozenset(
 )
 
 
+# What is asked of MariaDB too. The rest speaks to the store, whose contract it fulfils.
+ON_MARIADB = frozenset(
+    {
+        "test_stores",
+        "test_smoke",
+        "test_callers_transactions",
+        "test_listener_transactions",
+        "test_transactional",
+        "test_inbox_rules",
+        "test_circuits",
+        "test_command_line",
+        "test_status",
+        "test_tables_check",
+        "test_testing",
+        "test_store_first",
+        "test_databases",
+        "test_snapshots",
+        "test_costs",
+        "test_lost_connections",
+        "test_joined_sessions",
+    }
+)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The tiers whose files take long come first: of two side by side, neither waits for the other at the end."""
     tiers = ("chaos", "walk", "hostile", "contract", "docs", "seeds", "model", "amqp", "unit")
     folder = Path(__file__).parent
     items.sort(key=lambda item: tiers.index(item.path.relative_to(folder).parts[0]))
     if not config.getoption("--every-driver"):
-        again = {item for item in items if item.path.stem in ABOVE_THE_DRIVERS and "psycopg" in item.name}
+        again = {
+            item
+            for item in items
+            if ("psycopg" in item.name and item.path.stem in ABOVE_THE_DRIVERS)
+            or ("mariadb+" in item.name and item.path.stem not in ON_MARIADB)
+        }
         config.hook.pytest_deselected(items=list(again))
         items[:] = [item for item in items if item not in again]
 

@@ -39,11 +39,9 @@ def store_class(dialect: str) -> StoreClass:
     return found
 
 
-def share_a_store(dialect: str, other: str) -> bool:
-    """Whether two dialects are names of one database, as SQLAlchemy's for MariaDB are."""
-    if dialect == other:
-        return True
-    return {dialect, other} <= set(installed_stores()) and store_class(dialect) is store_class(other)
+def is_same_database(dialect: str, other: str) -> bool:
+    """Whether two of SQLAlchemy's names are served by one store: a kind of server may have several."""
+    return dialect == other or store_class(dialect) is store_class(other)
 
 
 def defaults_of(settings: Settings, observe: Observer) -> Defaults:

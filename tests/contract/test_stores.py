@@ -14,10 +14,8 @@ from outbox.core.durations import IMMEDIATELY
 from outbox.core.store import Store
 from outbox.stores.sqlite import prepare
 from outbox.testing.store_contract import MakeStore, StoreContract
-from tests.conftest import DATABASES, MARIADB
 
 
-@pytest.mark.parametrize("database_url", [*DATABASES, *MARIADB], indirect=True)
 class TestStores(StoreContract):
     @pytest.fixture
     async def engine(self, database_url: str) -> AsyncIterator[AsyncEngine]:
