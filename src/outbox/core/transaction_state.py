@@ -69,6 +69,19 @@ def begins_by_itself(connection: Any) -> bool:
     return connection.isolation_level is not None if autocommit == -1 else not autocommit
 
 
+_IN_TRANSACTION = 1  # of the status that comes with each answer of MariaDB and MySQL
+
+
+def _is_open_on_mysql(driver: Any) -> bool:
+    """Whether a transaction is open on a connection of asyncmy or pymysql.
+
+    asyncmy keeps the status of an earlier answer where the last one has none of the flags: its result has its own.
+    """
+    last = getattr(driver, "_result", None)
+    status = driver.server_status if last is None else last.server_status
+    return bool((status or 0) & _IN_TRANSACTION)
+
+
 # The first word of a statement decides.
 FIRST_WORD = re.compile(
     r"(?:\s|;|--[^\n]*\n|/\*(?>.*?\*/))*+"  # never tried in another way: there may be many comments
@@ -159,6 +172,8 @@ def _driver_of(connection: Connection) -> _Driver | None:
             lambda: own._transaction is not None,
             count,
         )
+    if hasattr(driver, "server_status"):
+        return _Driver(pooled, driver.get_autocommit(), partial(_is_open_on_mysql, driver), partial(bool, True), int)
     info: Any = getattr(driver, "info", None)  # of psycopg and psycopg2
     if not hasattr(info, "transaction_status"):
         return None
