@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
-from sqlalchemy import Connection, Engine, ExceptionContext, Transaction, event
+from sqlalchemy import Connection, Engine, ExceptionContext, Executable, Insert, Transaction, event
 from sqlalchemy.pool import Pool
 
 from outbox.core.transaction_state import TransactionState
@@ -22,7 +22,9 @@ CHANGED_SINCE_SNAPSHOT = 1020  # with MariaDB's innodb_snapshot_isolation
 MISSING_TABLE = 1146
 MISSING_DATABASE = 1049
 READ_ONLY = (1290, 1792, 1836)  # a replica, a transaction that was begun so, a server that refuses to write
-PACKET_TOO_LARGE = 1153
+DENIED = (1044, 1142)  # to this role
+
+_PASSES_OVER = {"outbox_passes_over": True}
 
 _ROLLED_BACK = (DEADLOCK, CHANGED_SINCE_SNAPSHOT, 1613, 1614)  # the last two within XA
 CONFLICTS = (DEADLOCK, LOCK_WAIT_TIMEOUT, CHANGED_SINCE_SNAPSHOT)
@@ -33,6 +35,15 @@ _rolled_back: WeakSet[Transaction] = WeakSet()
 _waited_too_long: WeakSet[Transaction] = WeakSet()
 _loses_all: WeakKeyDictionary[Pool, bool] = WeakKeyDictionary()
 _keeps: WeakKeyDictionary[Pool, bool] = WeakKeyDictionary()
+
+
+def passing_over(statement: Insert) -> Insert:
+    """An INSERT whose error says that a unique index has the row, which is an answer."""
+    return statement.execution_options(**_PASSES_OVER)
+
+
+def passes_over(statement: Executable) -> bool:
+    return "outbox_passes_over" in statement.get_execution_options()
 
 
 def error_number(error: BaseException | None) -> int | None:
