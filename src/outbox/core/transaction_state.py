@@ -72,14 +72,14 @@ def begins_by_itself(connection: Any) -> bool:
 _IN_TRANSACTION = 1  # of the status that comes with each answer of MariaDB and MySQL
 
 
-def _is_open_on_mysql(driver: Any) -> bool:
-    """Whether a transaction is open on a connection of asyncmy or pymysql.
+def mysql_status(driver: Any) -> int | None:
+    """The status that came with the last answer on a connection of asyncmy or pymysql; other drivers tell none.
 
     asyncmy keeps the status of an earlier answer where the last one has none of the flags: its result has its own.
     """
     last = getattr(driver, "_result", None)
-    status = driver.server_status if last is None else last.server_status
-    return bool((status or 0) & _IN_TRANSACTION)
+    status: int | None = getattr(driver, "server_status", None) if last is None else last.server_status
+    return status
 
 
 # The first word of a statement decides.
@@ -172,8 +172,14 @@ def _driver_of(connection: Connection) -> _Driver | None:
             lambda: own._transaction is not None,
             count,
         )
-    if hasattr(driver, "server_status"):
-        return _Driver(pooled, driver.get_autocommit(), partial(_is_open_on_mysql, driver), partial(bool, True), int)
+    if mysql_status(driver) is not None:
+        return _Driver(
+            pooled,
+            driver.get_autocommit(),
+            lambda: bool((mysql_status(driver) or 0) & _IN_TRANSACTION),
+            partial(bool, True),
+            int,
+        )
     info: Any = getattr(driver, "info", None)  # of psycopg and psycopg2
     if not hasattr(info, "transaction_status"):
         return None

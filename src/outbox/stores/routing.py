@@ -68,6 +68,15 @@ class _Round:
             self.taken += len(leased)
         self.all_routed = self.taken > 0 and routed.found == self.taken
 
+    def begun_again(self) -> _Round:
+        """The same as it is now, for a transaction that may be run more than once."""
+        again = _Round(self.claims)
+        again.taken, again.routed, again.held = self.taken, self.routed.copy(), self.held.copy()
+        for queue, claim in self.claims.items():
+            if queue not in self.held:
+                claim.forget()
+        return again
+
     def answered(self) -> None:
         for claim in self.claims.values():
             claim.unanswered = False
@@ -114,7 +123,9 @@ class SqlRouting:
                 await self._route_straight(straight, round)
             if not round.all_routed:
                 rest = Selection(limit=limit - round.taken, lease=NO_DELAY)
-                await self._runner.transact(lambda connection: self._route(connection, rest, unroutable, round))
+                round = await self._runner.transact(
+                    lambda connection: self._route(connection, rest, unroutable, round.begun_again())
+                )
                 round.answered()
         except BaseException as error:
             for claim in round.claims.values():
@@ -156,10 +167,10 @@ class SqlRouting:
             claim = round.claims[queue]
             await self._runner.apply(lambda connection: claim.bury(connection, dead))  # noqa: B023
 
-    def _route(self, connection: Connection, due: Selection, unroutable: Mapping[str, str], round: _Round) -> None:
+    def _route(self, connection: Connection, due: Selection, unroutable: Mapping[str, str], round: _Round) -> _Round:
         rows = self._selecting.search(connection, self._unrouted, due)
         if not rows:
-            return
+            return round
         bindings = self._bindings.of(rows[0].version or 0, connection)
         groups: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
         lost: defaultdict[str, list[int]] = defaultdict(list)
@@ -188,6 +199,7 @@ class SqlRouting:
         for queue, claim in round.claims.items():
             if round.routed[queue] and queue not in round.held:
                 claim.take(connection)
+        return round
 
     def _send_to(self, connection: Connection, queues: tuple[str, ...], ids: Sequence[int]) -> None:
         """The message stays in its row for one queue, and each further queue gets a copy."""

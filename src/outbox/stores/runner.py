@@ -114,7 +114,10 @@ LOOK_WITHIN = 300.0  # seconds for looking, which may have to count millions
 
 
 class Runner(ABC):
-    """How work reaches a database. Work is a function of a plain connection."""
+    """How work reaches a database. Work is a function of a plain connection.
+
+    Where transactions conflict, it runs again: what it changes outside of the database it begins anew each time.
+    """
 
     writes_side_by_side: ClassVar[bool] = True  # whether two transactions can write at the same time
 

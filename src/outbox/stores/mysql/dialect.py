@@ -35,7 +35,7 @@ from sqlalchemy.types import TypeEngine
 
 from outbox.core.diagnosis import Finding
 from outbox.core.durations import LATEST
-from outbox.core.errors import ConfigurationError
+from outbox.core.errors import ConfigurationError, TransactionError
 from outbox.core.store import Difference
 from outbox.core.transaction_state import TransactionState
 from outbox.stores.dialect import SqlDialect
@@ -105,11 +105,11 @@ class MysqlDialect(MysqlShapes, SqlDialect):
     def ignoring(self, table: Table) -> Insert:
         # IGNORE would pass over what does not fit into its column too, and ON DUPLICATE KEY says how many rows there
         # are in a number that depends on a flag of the connection.
-        return insert(table)
+        return transactions.passing_over(insert(table))
 
     def enter(self, connection: Connection, statement: Executable, rows: Any = None) -> int:
-        enter = super().enter
-        return sum(enter(connection, statement, row) for row in (rows if isinstance(rows, list) else [rows]))
+        one_by_one = rows if isinstance(rows, list) else [rows]
+        return sum(super(MysqlDialect, self).enter(connection, statement, row) for row in one_by_one)
 
     def is_already_there(self, error: BaseException) -> bool:
         return transactions.error_number(error) == transactions.DUPLICATE
@@ -127,6 +127,13 @@ class MysqlDialect(MysqlShapes, SqlDialect):
         return func.coalesce(func.octet_length(column), _ZERO, type_=Integer)
 
     # A caller's connection.
+
+    def explained(self, error: BaseException, tables: Tables) -> TransactionError | None:
+        if transactions.error_number(error) in transactions.READ_ONLY:
+            return TransactionError(
+                f"this connection leads to a server that takes no writes, such as a replica: {error}"
+            )
+        return super().explained(error, tables)
 
     def is_missing_table(self, error: BaseException) -> bool:
         return transactions.error_number(error) == transactions.MISSING_TABLE

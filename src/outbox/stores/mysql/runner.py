@@ -15,7 +15,7 @@ from sqlalchemy.pool import Pool
 from outbox.core.errors import ConfigurationError
 from outbox.core.loops import LoopLocal
 from outbox.stores.dialect import SqlDialect
-from outbox.stores.mysql.transactions import leave_replicas
+from outbox.stores.mysql import transactions
 from outbox.stores.runner import Runner, spare
 from outbox.stores.tables import Tables
 
@@ -61,7 +61,6 @@ class MysqlRunner(Runner):
                 await connection.invalidate()
         engine = spare(self._given.sync_engine)
         session_is_ours(engine.pool)
-        leave_replicas(engine)
         return AsyncEngine(engine)
 
     async def _transact(self, work: Callable[[Connection], Result]) -> Result:
@@ -71,6 +70,8 @@ class MysqlRunner(Runner):
                 try:
                     result = await connection.run_sync(work)
                 except DBAPIError as error:
+                    if transactions.error_number(error.orig) in transactions.READ_ONLY:
+                        await engine.dispose()  # after a failover all of them lead to what was the primary
                     if not tries_left or not self._may_succeed(error):
                         raise
                     await _let_go(connection)

@@ -10,11 +10,11 @@ from __future__ import annotations
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
-from sqlalchemy import Connection, Engine, ExceptionContext, Transaction, event
+from sqlalchemy import Connection, Engine, ExceptionContext, Executable, Insert, Transaction, event
 from sqlalchemy.pool import Pool
 
 from outbox.core.errors import TransactionError
-from outbox.core.transaction_state import TransactionState
+from outbox.core.transaction_state import TransactionState, mysql_status
 from outbox.stores.mysql.shapes import DIALECTS
 
 DUPLICATE = 1062
@@ -22,8 +22,10 @@ DEADLOCK, LOCK_WAIT_TIMEOUT = 1213, 1205
 CHANGED_SINCE_SNAPSHOT = 1020  # with MariaDB's innodb_snapshot_isolation
 MISSING_TABLE = 1146
 MISSING_DATABASE = 1049
-_REFUSES_OPTION, _READ_ONLY_MODE = 1290, 1836
-PACKET_TOO_LARGE = 1153
+READ_ONLY = (1290, 1792, 1836)  # a replica, a transaction that was begun so, a server that refuses to write
+DENIED = (1044, 1142)  # to this role
+
+_PASSES_OVER = {"outbox_passes_over": True}
 
 _ROLLED_BACK = (DEADLOCK, CHANGED_SINCE_SNAPSHOT, 1613, 1614)  # the last two within XA
 CONFLICTS = (DEADLOCK, LOCK_WAIT_TIMEOUT, CHANGED_SINCE_SNAPSHOT)
@@ -37,6 +39,15 @@ _loses_all: WeakKeyDictionary[Pool, bool] = WeakKeyDictionary()
 _keeps: WeakKeyDictionary[Pool, bool] = WeakKeyDictionary()
 
 
+def passing_over(statement: Insert) -> Insert:
+    """An INSERT whose error says that a unique index has the row, which is an answer."""
+    return statement.execution_options(**_PASSES_OVER)
+
+
+def passes_over(statement: Executable) -> bool:
+    return "outbox_passes_over" in statement.get_execution_options()
+
+
 def error_number(error: BaseException | None) -> int | None:
     """The server's number of an error, as each driver has it."""
     first = error.args[0] if error is not None and error.args else None
@@ -44,10 +55,10 @@ def error_number(error: BaseException | None) -> int | None:
 
 
 def is_read_only(error: BaseException) -> bool:
-    """Whether the server takes no writes. Of a transaction that is READ ONLY, which is 1792, its owner knows."""
-    number = error_number(error)
-    text = str(error).lower()
-    return number == _READ_ONLY_MODE or (number == _REFUSES_OPTION and ("read-only" in text or "read_only" in text))
+    """Whether the server takes no writes. A transaction that is READ ONLY, which is 1792, is its owner's doing."""
+    refused, _, mode = READ_ONLY
+    number, words = error_number(error), str(error).lower()
+    return number == mode or (number == refused and ("read-only" in words or "read_only" in words))
 
 
 def leave_replicas(engine: Engine) -> None:
@@ -118,7 +129,7 @@ def state_of(connection: Connection) -> TransactionState:
     if connection.get_transaction() in _rolled_back:
         return TransactionState.ABORTED
     driver: Any = connection.connection.driver_connection
-    status = getattr(driver, "server_status", None)
+    status = mysql_status(driver)
     if status is None:
         return TransactionState.UNKNOWN
     if status & _IN_TRANSACTION:
