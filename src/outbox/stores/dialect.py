@@ -223,6 +223,10 @@ class SqlDialect(TableShapes, ABC):
         """What a doctor should know of the database itself."""
         return ()
 
+    def largest_body(self, connection: Connection) -> int | None:
+        """How many bytes a body may have for the server to take it; None if it sets no limit of its own."""
+        return None
+
     @abstractmethod
     def rows_written(self, connection: Connection, tables: Tables) -> int:
         """How many rows the messages table was ever given."""

@@ -39,7 +39,7 @@ from outbox.core.errors import ConfigurationError, TransactionError
 from outbox.core.store import Difference
 from outbox.core.transaction_state import TransactionState
 from outbox.stores.dialect import SqlDialect
-from outbox.stores.mysql import examination, transactions
+from outbox.stores.mysql import examination, packets, transactions
 from outbox.stores.mysql.schema_check import MysqlCheck, engines_of
 from outbox.stores.mysql.shapes import ENGINE, MysqlShapes
 from outbox.stores.mysql.statements import KeyedDelete, KeyedUpdate, by_key, json_ids, json_rows
@@ -182,6 +182,9 @@ class MysqlDialect(MysqlShapes, SqlDialect):
 
     def findings(self, connection: Connection, tables: Tables) -> Iterator[Finding]:
         return examination.findings(connection, tables)
+
+    def largest_body(self, connection: Connection) -> int | None:
+        return packets.largest_body(connection)
 
     def rows_written(self, connection: Connection, tables: Tables) -> int:
         return examination.rows_written(connection, tables)
