@@ -84,14 +84,18 @@ def rabbitmq_url(vhost: VirtualHost) -> str:
     return vhost.url
 
 
+def server_url(kind: str, request: pytest.FixtureRequest) -> str:
+    """The server of a kind that names SQLAlchemy's dialect and driver."""
+    url: str = request.getfixturevalue("postgresql_url" if kind.startswith("postgresql") else "mariadb_url")
+    return f"{kind}://{url.partition('://')[2]}"
+
+
 @pytest.fixture(params=DATABASES)
 def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """Every database and driver in turn."""
     if request.param == "sqlite":
         return f"sqlite+aiosqlite:///{tmp_path / 'outbox.db'}"
-    server = "postgresql_url" if request.param.startswith("postgresql") else "mariadb_url"
-    url: str = request.getfixturevalue(server)
-    return f"{request.param}://{url.partition('://')[2]}"
+    return server_url(request.param, request)
 
 
 @pytest.fixture
@@ -186,6 +190,7 @@ ON_MARIADB = frozenset(
         "test_costs",
         "test_lost_connections",
         "test_joined_sessions",
+        "test_mysql",
     }
 )
 

@@ -36,7 +36,7 @@ from outbox.sqlite import prepare
 from outbox.testing import Drained, Emission, NotDrained, advance, drain, emitted, emitted_sync
 from outbox.transports.memory import MemoryTransport
 
-from ..conftest import DATABASES
+from ..conftest import DATABASES, server_url
 from ..seeds.observing import Recorder
 
 MakeOutbox = Callable[..., Outbox]
@@ -67,8 +67,7 @@ def database_url(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> s
         return "sqlite+aiosqlite://"
     if kind in ("sqlite", QUEUES_IN_MEMORY):
         return f"sqlite+aiosqlite:///{tmp_path / 'outbox.db'}"
-    url: str = request.getfixturevalue("postgresql_url")
-    return url.replace("postgresql://", f"{kind}://", 1)
+    return server_url(kind, request)
 
 
 @pytest.fixture
