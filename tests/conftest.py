@@ -181,7 +181,6 @@ ON_MARIADB = frozenset(
         "test_inbox_rules",
         "test_circuits",
         "test_command_line",
-        "test_status",
         "test_tables_check",
         "test_testing",
         "test_store_first",

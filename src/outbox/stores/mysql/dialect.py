@@ -176,7 +176,10 @@ class MysqlDialect(MysqlShapes, SqlDialect):
         return examination.server(connection)
 
     def findings(self, connection: Connection, tables: Tables) -> Iterator[Finding]:
-        return examination.findings(connection, tables)
+        return examination.findings(connection)
+
+    def largest_statement(self, connection: Connection) -> int | None:
+        return examination.largest_statement(connection)
 
     def rows_written(self, connection: Connection, tables: Tables) -> int:
         return examination.rows_written(connection, tables)
