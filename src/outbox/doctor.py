@@ -22,7 +22,6 @@ from outbox.instance import Outbox
 from outbox.owners import recorded_queues
 from outbox.rebinding import Rebinding, further_keys
 
-BESIDE_BODY = 128 * 1024  # bytes that the rest of a message, and of its statement, may have
 LARGEST_SKEW = timedelta(seconds=1)  # of the clocks; more is seen in the times that an `eta` names
 PATIENCE = timedelta(minutes=1)  # what is due for longer should have been claimed; at least ten poll intervals
 ROUTING_KEYS = 3  # so many are named
@@ -50,8 +49,7 @@ async def _database(outbox: Outbox, listeners: Sequence[Listener]) -> tuple[list
         return [_versions(outbox, None), _drivers(), Finding(Level.OK, "database", "none is set up")], _Recorded()
     examination = await outbox.store.inspection.examine()
     differences = await outbox.check_tables()
-    findings = [_versions(outbox, examination), _drivers(), *_tables(differences)]
-    findings += [_clocks(examination), *_sizes(examination, outbox.settings.max_body_size)]
+    findings = [_versions(outbox, examination), _drivers(), *_tables(differences), _clocks(examination)]
     findings += examination.findings
     if any(difference.breaks for difference in differences):
         return findings, _Recorded()
@@ -127,23 +125,6 @@ def _tables(differences: list[Difference]) -> Iterator[Finding]:
         level = Level.ERROR if difference.breaks else Level.WARNING
         what = f"{difference.table}: {difference.what}"
         yield Finding(level, "tables", what, "outbox tables check prints the SQL that mends it")
-
-
-def _sizes(examination: Examination, max_body_size: int) -> Iterator[Finding]:
-    """A driver that writes parameters into the text escapes them, so that a body has up to twice its bytes there."""
-    if examination.largest_statement is None:
-        return
-    needed = 2 * max_body_size + BESIDE_BODY
-    what = f"the server takes {examination.largest_statement} bytes"
-    if examination.largest_statement >= needed:
-        yield Finding(Level.OK, "statements", f"{what}, enough for max_body_size={max_body_size}")
-        return
-    advice = (
-        f"let it take {needed}, or lower max_body_size to {max(0, examination.largest_statement - BESIDE_BODY) // 2}"
-    )
-    yield Finding(
-        Level.ERROR, "statements", f"{what}, and a body of max_body_size={max_body_size} may need {needed}", advice
-    )
 
 
 def _clocks(examination: Examination) -> Finding:

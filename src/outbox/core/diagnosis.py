@@ -38,7 +38,6 @@ class Examination:
     server: str  # its name and version
     skew: timedelta  # by how much, at least, its clock is ahead of this process's; negative if it is behind
     findings: tuple[Finding, ...] = ()
-    largest_statement: int | None = None  # in bytes, where the server refuses larger ones
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

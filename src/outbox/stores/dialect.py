@@ -219,10 +219,6 @@ class SqlDialect(TableShapes, ABC):
         """What a doctor should know of the database itself."""
         return ()
 
-    def largest_statement(self, connection: Connection) -> int | None:
-        """How many bytes the server takes at once; None where that is no limit to speak of."""
-        return None
-
     @abstractmethod
     def rows_written(self, connection: Connection, tables: Tables) -> int:
         """How many rows the messages table was ever given."""

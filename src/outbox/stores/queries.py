@@ -111,7 +111,6 @@ class SqlInspection:
             server=self._dialect.server(connection),
             skew=skew(self._dialect, connection),
             findings=tuple(self._dialect.findings(connection, self._tables)),
-            largest_statement=self._dialect.largest_statement(connection),
         )
 
     def _backlog(self, connection: Connection) -> Backlog:

@@ -178,9 +178,6 @@ class MysqlDialect(MysqlShapes, SqlDialect):
     def findings(self, connection: Connection, tables: Tables) -> Iterator[Finding]:
         return examination.findings(connection)
 
-    def largest_statement(self, connection: Connection) -> int | None:
-        return examination.largest_statement(connection)
-
     def rows_written(self, connection: Connection, tables: Tables) -> int:
         return examination.rows_written(connection, tables)
 

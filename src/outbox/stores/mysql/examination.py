@@ -26,7 +26,7 @@ _NEXT_ID = text(
 _VARIABLES = text(
     """
     SHOW GLOBAL VARIABLES WHERE Variable_name IN ('log_bin', 'binlog_format', 'read_only', 'sysdate_is_now',
-        'innodb_flush_log_at_trx_commit', 'max_allowed_packet')
+        'innodb_flush_log_at_trx_commit')
     """
 )
 
@@ -47,11 +47,6 @@ def rows_written(connection: Connection, tables: Tables) -> int:
     """Numbers are drawn in blocks by statements that copy rows: it may be more than were written."""
     here = {"name": tables.messages.name, "schema": tables.messages.schema}
     return int(connection.scalar(_NEXT_ID, here) or 1) - 1
-
-
-def largest_statement(connection: Connection) -> int | None:
-    """In bytes."""
-    return int(_variables(connection)["max_allowed_packet"])
 
 
 def findings(connection: Connection) -> Iterator[Finding]:
@@ -107,7 +102,7 @@ def _clock(variables: Mapping[str, str]) -> Finding:
     if variables.get("sysdate_is_now", "OFF").upper() in ("OFF", "0"):
         return Finding(Level.OK, "sysdate", "tells the time within a statement")
     what = (
-        "sysdate_is_now is on: a statement that waited for a lock takes a lease that ran out meanwhile for a good one"
+        "sysdate_is_now is on: after a wait for a lock, a lease that ran out meanwhile counts as a good one"
     )
     return Finding(Level.WARNING, "sysdate", what, "start the server without it")
 
