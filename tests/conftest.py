@@ -24,6 +24,7 @@ from outbox import Outbox  # noqa: E402 - after pytest was told whose assertions
 from outbox.testing import servers  # noqa: E402
 from outbox.testing.servers import PgBouncer, Server, mariadb, postgresql  # noqa: E402
 from tests.broker import VirtualHost  # noqa: E402
+from tests.databases import url_on  # noqa: E402
 from tests.mariadb import statement  # noqa: E402
 from tests.seeds.observing import Recorder  # noqa: E402
 
@@ -84,18 +85,10 @@ def rabbitmq_url(vhost: VirtualHost) -> str:
     return vhost.url
 
 
-def server_url(kind: str, request: pytest.FixtureRequest) -> str:
-    """The server of a kind that names SQLAlchemy's dialect and driver."""
-    url: str = request.getfixturevalue("postgresql_url" if kind.startswith("postgresql") else "mariadb_url")
-    return f"{kind}://{url.partition('://')[2]}"
-
-
 @pytest.fixture(params=DATABASES)
 def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """Every database and driver in turn."""
-    if request.param == "sqlite":
-        return f"sqlite+aiosqlite:///{tmp_path / 'outbox.db'}"
-    return server_url(request.param, request)
+    return url_on(request, request.param, tmp_path)
 
 
 @pytest.fixture
@@ -194,6 +187,11 @@ ON_MARIADB = frozenset(
 )
 
 
+def _is_one_of_all(item: pytest.Item) -> bool:
+    """Whether a test runs on every database, and does not name those that it is for."""
+    return not any("database_url" in mark.args[0] for mark in item.iter_markers("parametrize"))
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The tiers whose files take long come first: of two side by side, neither waits for the other at the end."""
     tiers = ("chaos", "walk", "hostile", "contract", "docs", "seeds", "model", "amqp", "unit")
@@ -204,7 +202,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item
             for item in items
             if ("psycopg" in item.name and item.path.stem in ABOVE_THE_DRIVERS)
-            or ("mariadb+" in item.name and item.path.stem not in ON_MARIADB)
+            or (_is_one_of_all(item) and "mariadb+" in item.name and item.path.stem not in ON_MARIADB)
         }
         config.hook.pytest_deselected(items=list(again))
         items[:] = [item for item in items if item not in again]

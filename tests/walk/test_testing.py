@@ -36,7 +36,8 @@ from outbox.sqlite import prepare
 from outbox.testing import Drained, Emission, NotDrained, advance, drain, emitted, emitted_sync
 from outbox.transports.memory import MemoryTransport
 
-from ..conftest import DATABASES, server_url
+from ..conftest import DATABASES
+from ..databases import url_on
 from ..seeds.observing import Recorder
 
 MakeOutbox = Callable[..., Outbox]
@@ -65,9 +66,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 def database_url(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> str:
     if kind == IN_MEMORY:
         return "sqlite+aiosqlite://"
-    if kind in ("sqlite", QUEUES_IN_MEMORY):
-        return f"sqlite+aiosqlite:///{tmp_path / 'outbox.db'}"
-    return server_url(kind, request)
+    return url_on(request, "sqlite" if kind == QUEUES_IN_MEMORY else kind, tmp_path)
 
 
 @pytest.fixture

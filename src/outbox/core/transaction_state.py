@@ -69,6 +69,19 @@ def begins_by_itself(connection: Any) -> bool:
     return connection.isolation_level is not None if autocommit == -1 else not autocommit
 
 
+_IN_TRANSACTION = 1  # of the status that comes with each answer of MariaDB and MySQL
+
+
+def mysql_status(driver: Any) -> int | None:
+    """The status that came with the last answer on a connection of asyncmy or pymysql; other drivers tell none.
+
+    asyncmy keeps the status of an earlier answer where the last one has none of the flags: its result has its own.
+    """
+    last = getattr(driver, "_result", None)
+    status: int | None = getattr(driver, "server_status", None) if last is None else last.server_status
+    return status
+
+
 # The first word of a statement decides.
 FIRST_WORD = re.compile(
     r"(?:\s|;|--[^\n]*\n|/\*(?>.*?\*/))*+"  # never tried in another way: there may be many comments
@@ -158,6 +171,14 @@ def _driver_of(connection: Connection) -> _Driver | None:
             driver._protocol.is_in_transaction,
             lambda: own._transaction is not None,
             count,
+        )
+    if mysql_status(driver) is not None:
+        return _Driver(
+            pooled,
+            driver.get_autocommit(),
+            lambda: bool((mysql_status(driver) or 0) & _IN_TRANSACTION),
+            partial(bool, True),
+            int,
         )
     info: Any = getattr(driver, "info", None)  # of psycopg and psycopg2
     if not hasattr(info, "transaction_status"):

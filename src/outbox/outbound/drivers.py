@@ -22,10 +22,14 @@ from outbox.core.store import Rows, Store
 from outbox.core.transaction_state import TransactionState, begins_by_itself, libpq_state, warn_not_atomic
 from outbox.outbound.sessions import CallersTransaction
 
-_IN_TRANSACTION = 1  # SERVER_STATUS_IN_TRANS, in what MariaDB and MySQL answer to each statement
+_IN_TRANSACTION, _NO_BACKSLASH_ESCAPES = 1, 512  # of the status that comes with each answer of MariaDB and MySQL
 _ROLLED_BACK = (
     "the server had rolled this transaction back, as it does after a deadlock, and the error was caught: the message "
     "was stored at once, and nothing that was written before is kept. Let such an error out"
+)
+_WRONG_BYTES = (
+    "asyncmy writes bytes wrongly in the sql_mode NO_BACKSLASH_ESCAPES: take it out of the session's sql_mode, or emit "
+    "through pymysql"
 )
 
 
@@ -68,6 +72,8 @@ class DriverTransaction(CallersTransaction):
         try:
             return self.execute(prepared.text, [prepared.parameters(row) for row in rows])
         except Exception as error:
+            if store.writing.is_already_there(self.cause(error)):
+                return 0
             explained = store.writing.explained(self.cause(error))
             if explained is None:
                 raise
@@ -222,6 +228,9 @@ class AsyncmyTransaction(MysqlTransaction):
         return bool(self.connection.get_autocommit()) and not self.connection.get_transaction_status()
 
     def execute(self, text: str, rows: Sequence[Parameters]) -> int:
+        if self.connection.server_status & _NO_BACKSLASH_ESCAPES:
+            raise TransactionError(_WRONG_BYTES)
+
         async def work() -> int:
             async with self.connection.cursor(sys.modules["asyncmy.cursors"].Cursor) as cursor:
                 await (cursor.executemany(text, rows) if len(rows) > 1 else cursor.execute(text, rows[0]))

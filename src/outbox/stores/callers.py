@@ -137,6 +137,9 @@ class SqlTransactions:
     def is_conflict(self, error: BaseException) -> bool:
         return any(map(self._dialect.is_own_conflict, causes(error)))
 
+    def is_read_only(self, error: BaseException) -> bool:
+        return any(map(self._dialect.is_read_only, causes(error)))
+
     def keeps_snapshot(self, connection: Connection) -> bool:
         return self._dialect.keeps_snapshot(connection)
 
@@ -286,6 +289,9 @@ class SqlWriting:
 
     def write(self, connection: Connection, statement: Executable, rows: Rows | None = None) -> int:
         return self._callers.write(connection, statement, rows)
+
+    def is_already_there(self, error: BaseException) -> bool:
+        return self._dialect.is_already_there(error)
 
     def explained(self, error: BaseException) -> TransactionError | None:
         return self._dialect.explained(error, self._tables)

@@ -172,6 +172,10 @@ class SqlDialect(TableShapes, ABC):
         """Whether a driver's own error says that a transaction could not be fitted between others."""
         return False
 
+    def is_read_only(self, error: BaseException) -> bool:
+        """Whether a driver's own error says that the server takes no writes."""
+        return False
+
     def keeps_snapshot(self, connection: Connection) -> bool:
         """Whether a transaction sees all along what its first statement saw."""
         return False
@@ -218,6 +222,10 @@ class SqlDialect(TableShapes, ABC):
     def findings(self, connection: Connection, tables: Tables) -> Iterable[Finding]:
         """What a doctor should know of the database itself."""
         return ()
+
+    def largest_body(self, connection: Connection) -> int | None:
+        """How many bytes a body may have for the server to take it; None if it sets no limit of its own."""
+        return None
 
     @abstractmethod
     def rows_written(self, connection: Connection, tables: Tables) -> int:

@@ -111,6 +111,7 @@ class SqlInspection:
             server=self._dialect.server(connection),
             skew=skew(self._dialect, connection),
             findings=tuple(self._dialect.findings(connection, self._tables)),
+            largest_body=self._dialect.largest_body(connection),
         )
 
     def _backlog(self, connection: Connection) -> Backlog:

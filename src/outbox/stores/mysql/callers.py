@@ -18,6 +18,7 @@ from outbox.core.store import Rows
 from outbox.stores.callers import CallerConnections, execute, qualified
 from outbox.stores.dialect import SqlDialect
 from outbox.stores.mysql import transactions
+from outbox.stores.mysql.packets import check_packets
 from outbox.stores.runner import spare
 from outbox.stores.tables import Tables
 
@@ -46,10 +47,12 @@ class MysqlCallers(CallerConnections):
         return qualified(connection, dict(self._schemas_on(connection)))
 
     def write(self, connection: Connection, statement: Executable, rows: Rows | None = None) -> int:
+        transactions.check_escapes(connection)
         schemas = self._schemas_on(connection)
         if connection.dialect.driver not in _DRIVERS or not rows:
             return execute(self.on(connection), statement, rows)
         _check_charset(connection, rows)
+        check_packets(connection, rows)
         prepared = prepare(statement, tuple(rows[0]), dialect_for(_DIALECT, "format"), schemas)
         written = 0
         for part in _parts(rows) if isinstance(statement, Insert) else ([row] for row in rows):

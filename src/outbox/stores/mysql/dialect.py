@@ -14,6 +14,7 @@ from sqlalchemy import (
     Connection,
     DateTime,
     Delete,
+    Engine,
     Executable,
     Float,
     FromClause,
@@ -29,6 +30,7 @@ from sqlalchemy import (
     literal_column,
     null,
 )
+from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.types import TypeEngine
 
 from outbox.core.diagnosis import Finding
@@ -37,7 +39,7 @@ from outbox.core.errors import ConfigurationError, TransactionError
 from outbox.core.store import Difference
 from outbox.core.transaction_state import TransactionState
 from outbox.stores.dialect import SqlDialect
-from outbox.stores.mysql import examination, transactions
+from outbox.stores.mysql import examination, packets, transactions
 from outbox.stores.mysql.schema_check import MysqlCheck, engines_of
 from outbox.stores.mysql.shapes import ENGINE, MysqlShapes
 from outbox.stores.mysql.statements import KeyedDelete, KeyedUpdate, by_key, json_ids, json_rows
@@ -139,6 +141,9 @@ class MysqlDialect(MysqlShapes, SqlDialect):
     def is_own_conflict(self, error: BaseException) -> bool:
         return transactions.error_number(error) in transactions.CONFLICTS
 
+    def is_read_only(self, error: BaseException) -> bool:
+        return transactions.is_read_only(error)
+
     def keeps_snapshot(self, connection: Connection) -> bool:
         return transactions.keeps_snapshot(connection)
 
@@ -178,6 +183,9 @@ class MysqlDialect(MysqlShapes, SqlDialect):
     def findings(self, connection: Connection, tables: Tables) -> Iterator[Finding]:
         return examination.findings(connection)
 
+    def largest_body(self, connection: Connection) -> int | None:
+        return packets.largest_body(connection)
+
     def rows_written(self, connection: Connection, tables: Tables) -> int:
         return examination.rows_written(connection, tables)
 
@@ -187,6 +195,10 @@ class MysqlDialect(MysqlShapes, SqlDialect):
     def connect_args(cls, url: URL) -> dict[str, Any]:
         # A text that a connection's character set does not have would be read as a question mark.
         return {} if "charset" in url.query else {"charset": "utf8mb4"}
+
+    @classmethod
+    def set_up(cls, engine: Engine | AsyncEngine) -> None:
+        transactions.leave_replicas(engine.sync_engine if isinstance(engine, AsyncEngine) else engine)
 
 
 @contextmanager

@@ -101,9 +101,7 @@ def _crashes(variables: Mapping[str, str]) -> Finding:
 def _clock(variables: Mapping[str, str]) -> Finding:
     if variables.get("sysdate_is_now", "OFF").upper() in ("OFF", "0"):
         return Finding(Level.OK, "sysdate", "tells the time within a statement")
-    what = (
-        "sysdate_is_now is on: after a wait for a lock, a lease that ran out meanwhile counts as a good one"
-    )
+    what = "sysdate_is_now is on: after a wait for a lock, a lease that ran out meanwhile counts as a good one"
     return Finding(Level.WARNING, "sysdate", what, "start the server without it")
 
 

@@ -13,7 +13,8 @@ from weakref import WeakKeyDictionary, WeakSet
 from sqlalchemy import Connection, Engine, ExceptionContext, Executable, Insert, Transaction, event
 from sqlalchemy.pool import Pool
 
-from outbox.core.transaction_state import TransactionState
+from outbox.core.errors import TransactionError
+from outbox.core.transaction_state import TransactionState, mysql_status
 from outbox.stores.mysql.shapes import DIALECTS
 
 DUPLICATE = 1062
@@ -29,7 +30,8 @@ _PASSES_OVER = {"outbox_passes_over": True}
 _ROLLED_BACK = (DEADLOCK, CHANGED_SINCE_SNAPSHOT, 1613, 1614)  # the last two within XA
 CONFLICTS = (DEADLOCK, LOCK_WAIT_TIMEOUT, CHANGED_SINCE_SNAPSHOT)
 
-_IN_TRANSACTION, _AUTOCOMMIT = 1, 2  # of the status that comes with each answer
+# Of the status that comes with each answer.
+_IN_TRANSACTION, _AUTOCOMMIT, _NO_BACKSLASH_ESCAPES = 1, 2, 512
 
 _rolled_back: WeakSet[Transaction] = WeakSet()
 _waited_too_long: WeakSet[Transaction] = WeakSet()
@@ -50,6 +52,33 @@ def error_number(error: BaseException | None) -> int | None:
     """The server's number of an error, as each driver has it."""
     first = error.args[0] if error is not None and error.args else None
     return first if type(first) is int else None
+
+
+def is_read_only(error: BaseException) -> bool:
+    """Whether the server takes no writes. A transaction that is READ ONLY, which is 1792, is its owner's doing."""
+    refused, _, mode = READ_ONLY
+    number, words = error_number(error), str(error).lower()
+    return number == mode or (number == refused and ("read-only" in words or "read_only" in words))
+
+
+def leave_replicas(engine: Engine) -> None:
+    """Let go of connections that lead to such a server: after a failover the next ones lead to the one that writes."""
+    event.listen(engine, "handle_error", _left)
+
+
+def _left(context: ExceptionContext) -> None:
+    if is_read_only(context.original_exception):
+        context.is_disconnect = True
+
+
+def check_escapes(connection: Connection) -> None:
+    """Refuse asyncmy where a backslash escapes nothing: it would store one before each quote of a body."""
+    driver: Any = connection.connection.driver_connection
+    if type(driver).__module__.startswith("asyncmy") and driver.server_status & _NO_BACKSLASH_ESCAPES:
+        raise TransactionError(
+            "asyncmy writes bytes wrongly in the sql_mode NO_BACKSLASH_ESCAPES: take it out of the session's sql_mode, "
+            "or emit through pymysql"
+        )
 
 
 @event.listens_for(Engine, "handle_error")
@@ -100,7 +129,7 @@ def state_of(connection: Connection) -> TransactionState:
     if connection.get_transaction() in _rolled_back:
         return TransactionState.ABORTED
     driver: Any = connection.connection.driver_connection
-    status = getattr(driver, "server_status", None)
+    status = mysql_status(driver)
     if status is None:
         return TransactionState.UNKNOWN
     if status & _IN_TRANSACTION:
