@@ -182,7 +182,7 @@ ON_MARIADB = frozenset(
         "test_costs",
         "test_lost_connections",
         "test_joined_sessions",
-        "test_mysql",
+        "test_model",
     }
 )
 

@@ -9,9 +9,10 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection, event, make_url, text
+from sqlalchemy import Connection, Engine, event, make_url, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, create_async_engine
+from sqlalchemy.util import await_only
 
 from outbox import ConfigurationError, Outbox, Reject, TransactionError, listen
 from outbox.core.attempt import Done, RetryIn
@@ -35,6 +36,11 @@ async def engine(database_url: str) -> AsyncIterator[AsyncEngine]:
     engine = create_async_engine(database_url)
     yield engine
     await engine.dispose()
+
+
+async def stop_renewing(claim: Any) -> None:
+    """Let a claim renew its leases no more."""
+    await claim.renew_once([each.id for each in claim.attempts], timedelta(0))
 
 
 @BOTH_NAMES
@@ -70,14 +76,14 @@ async def test_a_claim_searches_its_index_and_sorts_nothing(engine: AsyncEngine,
         if "SKIP LOCKED" in statement:
             asked.append((statement, parameters))
 
-    event.listen(event_target(), "before_cursor_execute", note)
+    event.listen(Engine, "before_cursor_execute", note)
     try:
         await emit(engine, store, *(message() for _ in range(3)))
         await store.queues.bind([Binding("q", "#")])
         assert (await store.queues.route(100, {})).taken == 3
         assert len(await claimed(store)) == 3
     finally:
-        event.remove(event_target(), "before_cursor_execute", note)
+        event.remove(Engine, "before_cursor_execute", note)
     claims = [each for each in asked if "due_at" in each[0] and "LIMIT" in each[0]]
     assert claims
     async with engine.connect() as connection:
@@ -246,12 +252,6 @@ async def test_a_server_that_refuses_writes_is_named(engine: AsyncEngine, outbox
         await connection.exec_driver_sql("SET SESSION TRANSACTION READ WRITE")
 
 
-def event_target() -> Any:
-    from sqlalchemy import Engine
-
-    return Engine
-
-
 @ONE_NAME
 async def test_everything_works_under_the_rights_of_its_role(
     mariadb_database: str, command: Command, table_name: str
@@ -310,3 +310,62 @@ async def test_everything_works_under_the_rights_of_its_role(
             await connection.execute(text(f"DROP USER {user}@'%'"))
             await connection.exec_driver_sql(f"DROP ROLE {table_name}_{kind}")
     await engine.dispose()
+
+
+@ONE_NAME
+async def test_a_settlement_that_waited_for_a_lock_beyond_its_lease_writes_nothing(
+    engine: AsyncEngine, outbox: Outbox, table_name: str
+) -> None:
+    """The server's time of a statement is that of its beginning; the lease ends by the clock."""
+    store = outbox.store
+    await queued(engine, store, message())
+    selection = Selection(limit=1, lease=timedelta(seconds=2), destination="q")
+    async with store.feed.claim(selection) as claim, engine.connect() as foreign:
+        ids = [each.id for each in claim.attempts]
+        await stop_renewing(claim)
+        await foreign.execute(text(f"SELECT id FROM {table_name} FOR UPDATE"))
+        settling = asyncio.create_task(claim.settle({id: Done() for id in ids}))
+        await asyncio.sleep(2.5)
+        await foreign.rollback()
+        assert await settling == frozenset(ids)
+    assert len(await store.inspection.list_messages()) == 1
+
+
+@ONE_NAME
+async def test_a_claim_that_looks_for_more_holds_up_no_producer(engine: AsyncEngine, outbox: Outbox) -> None:
+    """At a stricter level of isolation it would lock the gap behind the last message, where others are inserted."""
+    store: Any = outbox.store
+    await emit(engine, store, *(message() for _ in range(3)))
+    selecting = store.feed.selecting
+
+    def work(connection: Connection) -> int:
+        found = selecting.search(connection, selecting.due, Selection(limit=10, lease=LEASE))
+        await_only(asyncio.wait_for(emit(engine, store, message()), AT_ONCE))
+        return len(found)
+
+    assert await store.runner.transact(work) == 3
+
+
+@ONE_NAME
+async def test_many_messages_take_few_statements(engine: AsyncEngine, outbox: Outbox) -> None:
+    store = outbox.store
+    await queued(engine, store, message())
+    await claimed(store)
+    sent: list[str] = []
+
+    def note(_: Connection, __: object, statement: str, *___: object) -> None:
+        sent.append(statement)
+
+    event.listen(Engine, "before_cursor_execute", note)
+    await emit(engine, store, *(message(body=str(n).encode()) for n in range(200)))
+    assert len(sent) == 1, "one INSERT"
+    sent.clear()
+    assert (await store.queues.route(500, {})).taken == 200
+    assert len(sent) <= 3, "find and lock, read the bindings, move"
+    sent.clear()
+    async with store.feed.claim(Selection(limit=200, lease=LEASE, destination="q")) as claim:
+        assert len(sent) == 3, "find and lock, lease, read"
+        sent.clear()
+        assert await claim.settle({each.id: Done() for each in claim.attempts}) == frozenset()
+    assert len(sent) == 2, "lock, delete"
+    event.remove(Engine, "before_cursor_execute", note)
