@@ -30,7 +30,7 @@ TRANSPORTS = "outbox.transports"  # names are URL schemes, or modules whose conn
 _DEFAULTS = Defaults()
 _loaded: dict[tuple[str, str], Any] = {}  # by group and name: to look through all that is installed takes milliseconds
 _EXTRA = re.compile(r"(?P<distribution>[\w.-]+).*; extra == ['\"](?P<extra>\w+)['\"]")  # of what we require
-_DRIVER_MODULES = {"pysqlite": "sqlite3"}  # where a driver's name is not its module's
+_DRIVER_MODULES = {"pysqlite": "sqlite3", "mysqldb": "MySQLdb"}  # where a driver's name is not its module's
 
 
 def store_class(dialect: str) -> StoreClass:

@@ -72,6 +72,11 @@ class MysqlCallers(CallerConnections):
             if not (error.orig and transactions.passes_over(statement) and self._dialect.is_already_there(error.orig)):
                 raise
             return 0
+        except DBAPIError as error:
+            explained = None if error.orig is None else self._dialect.explained(error.orig, self._tables)
+            if explained is None:
+                raise
+            raise explained from error
 
     def _schemas_on(self, connection: Connection) -> SchemaNames:
         """What our statements call their database on a caller's connection. Missing tables are made first."""

@@ -181,7 +181,7 @@ class MysqlDialect(MysqlShapes, SqlDialect):
         return examination.server(connection)
 
     def findings(self, connection: Connection, tables: Tables) -> Iterator[Finding]:
-        return examination.findings(connection, tables)
+        return examination.findings(connection)
 
     def largest_body(self, connection: Connection) -> int | None:
         return packets.largest_body(connection)

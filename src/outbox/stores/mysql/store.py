@@ -13,6 +13,7 @@ from outbox.stores.callers import SqlWriting
 from outbox.stores.leases import unleased
 from outbox.stores.mysql.callers import MysqlCallers
 from outbox.stores.mysql.dialect import MysqlDialect
+from outbox.stores.mysql.roles import roles_sql
 from outbox.stores.mysql.runner import MysqlRunner
 from outbox.stores.mysql.shapes import in_innodb
 from outbox.stores.selecting import SqlSelecting
@@ -31,6 +32,10 @@ class MysqlStore(SqlStore):
     @classmethod
     def tables_named(cls, table_name: str, schema: str | None = None) -> Tables:
         return in_innodb(super().tables_named(table_name, schema))
+
+    @classmethod
+    def roles_sql(cls, tables: Tables, prefix: str) -> str | None:
+        return roles_sql(tables, prefix)
 
     def __init__(self, tables: Tables, engine: AsyncEngine | None, clean_up_after: Retention) -> None:
         dialect = MysqlDialect()
