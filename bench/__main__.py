@@ -18,6 +18,7 @@ from bench import (
     idle,
     inbox,
     latency,
+    on_mariadb,
     page,
     paths,
     rabbitmq,
@@ -45,6 +46,10 @@ PARTS = {
     "rabbitmq-end-to-end": rabbitmq.measure_end_to_end,
     "rabbitmq-latency": rabbitmq.measure_latency,
     "rabbitmq-memory": rabbitmq.measure_memory,
+    "mariadb-drain": on_mariadb.measure_drain,
+    "mariadb-emit": on_mariadb.measure_emit,
+    "mariadb-claim": on_mariadb.measure_claim,
+    "mariadb-relay": on_mariadb.measure_relay,
 }
 ALL = {**PARTS, "paths": paths.measure, "against": against.measure}  # these are no parts of the page
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
-from bench.contenders import LOG_LEVEL, PREPARED, Contender
+from bench.contenders import LOG_LEVEL, Contender
 from bench.database import Database
 from bench.processes import Program, program
 from outbox.testing.servers import RabbitMQ
@@ -96,7 +96,7 @@ def _store(broker: Broker, database: Database, table: str) -> Contender:
         (sys.executable, "-m", "bench.programs.ours"),
         table,
         {
-            "OUTBOX_DB_ENGINE_URL": database.url_for("asyncpg") + PREPARED,
+            "OUTBOX_DB_ENGINE_URL": database.url_in_loop,
             "OUTBOX_TABLE_NAME": table,
             "OUTBOX_RABBITMQ_URL": broker.url,
         },

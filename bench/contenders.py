@@ -38,15 +38,12 @@ class Contender:
     async def emptied(self, database: Database) -> None:
         """Wait until none of its messages waits any more."""
         async with database.connection() as connection:
-            while await connection.fetchval(f"SELECT EXISTS (SELECT FROM {self.table} WHERE {self.waiting})"):
+            while await connection.fetchval(f"SELECT EXISTS (SELECT 1 FROM {self.table} WHERE {self.waiting})"):
                 await asyncio.sleep(0.02)  # each look steps over all rows that are dead by now
 
     async def clear(self, database: Database) -> None:
         async with database.connection() as connection:
             await connection.execute(f"TRUNCATE {self.table}")
-
-
-PREPARED = "?prepared_statement_cache_size=100"  # no pooler stands between, so statements may stay prepared
 
 
 def ours(database: Database, table: str = "outbox_table") -> Contender:
@@ -55,7 +52,7 @@ def ours(database: Database, table: str = "outbox_table") -> Contender:
         (sys.executable, "-m", "outbox", "worker", "bench.programs.ours:listeners", "--log-level", LOG_LEVEL),
         (sys.executable, "-m", "bench.programs.ours"),
         table,
-        {"OUTBOX_DB_ENGINE_URL": database.url_for("asyncpg") + PREPARED, "OUTBOX_TABLE_NAME": table},
+        {"OUTBOX_DB_ENGINE_URL": database.url_in_loop, "OUTBOX_TABLE_NAME": table},
     )
 
 

@@ -17,6 +17,8 @@ SETTINGS = {
     "checkpoint_timeout": "30min",
 }
 
+PREPARED = "?prepared_statement_cache_size=100"
+
 
 @dataclass(frozen=True)
 class Database:
@@ -26,6 +28,11 @@ class Database:
 
     def url_for(self, driver: str) -> str:
         return self.url.replace("postgresql:", f"postgresql+{driver}:")
+
+    @property
+    def url_in_loop(self) -> str:
+        """Where a program with an event loop connects: no pooler stands between, so statements may stay prepared."""
+        return self.url_for("asyncpg") + PREPARED
 
     @asynccontextmanager
     async def connection(self) -> AsyncIterator[Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 
-from bench.contenders import PREPARED
 from bench.database import Database
 from bench.processes import program
 from bench.programs.posting import CONCURRENCY
@@ -51,7 +50,7 @@ async def measure(database: Database, settings: Settings) -> Report:
 
 async def _taken(name: str, database: Database) -> Carried:
     command = (sys.executable, "-m", "bench.programs.receiving", PROGRAMS[name])
-    environment = {"BENCH_URL": database.url, "OUTBOX_DB_ENGINE_URL": database.url_for("asyncpg") + PREPARED}
+    environment = {"BENCH_URL": database.url, "OUTBOX_DB_ENGINE_URL": database.url_in_loop}
     async with (
         program(command, environment) as server,
         program((sys.executable, "-m", "bench.programs.posting"), {}) as sender,

@@ -6,7 +6,7 @@ import sys
 
 from bench import broker as brokers
 from bench.broker import Broker, OnBroker
-from bench.contenders import LOG_LEVEL, PREPARED
+from bench.contenders import LOG_LEVEL
 from bench.database import Database
 from bench.rabbitmq import Carried, consume, to
 from bench.report import Report, at_least, number, spread
@@ -70,7 +70,7 @@ def _by_hand(broker: Broker, database: Database) -> OnBroker:
 
 
 def _database(database: Database) -> dict[str, str]:
-    return {"OUTBOX_DB_ENGINE_URL": database.url_for("asyncpg") + PREPARED}
+    return {"OUTBOX_DB_ENGINE_URL": database.url_in_loop}
 
 
 def _times(ones: list[Carried]) -> str:

@@ -45,7 +45,7 @@ async def measure_relay(database: Database, settings: Settings) -> Report:
         relayed = await in_turns(
             [None, *everybody],
             settings.rounds,
-            lambda each: relay(each, broker, database) if each else _limit(broker),
+            lambda each: relay(each, broker, database) if each else limit(broker),
             lambda each: each.name if each else LIMIT,
         )
     return Report(
@@ -144,7 +144,7 @@ async def measure_memory(database: Database, settings: Settings) -> Report:
     )
 
 
-async def _limit(broker: Broker) -> Carried:
+async def limit(broker: Broker) -> Carried:
     async with _declared(brokers.acking_each(broker), broker) as publisher:
         took, processor_time = map(float, (await publisher.asked(f"publish {MESSAGES}")).split())
     await _emptied(brokers.acking_each(broker))

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import sqlalchemy
@@ -22,11 +23,13 @@ pytest.register_assert_rewrite(
 
 from outbox import Outbox  # noqa: E402 - after pytest was told whose assertions to explain
 from outbox.testing import servers  # noqa: E402
-from outbox.testing.servers import PgBouncer, Server, postgresql  # noqa: E402
+from outbox.testing.servers import PgBouncer, Server, mariadb, postgresql  # noqa: E402
 from tests.broker import VirtualHost  # noqa: E402
+from tests.databases import url_on  # noqa: E402
+from tests.mariadb import statement  # noqa: E402
 from tests.seeds.observing import Recorder  # noqa: E402
 
-DATABASES = ("sqlite", "postgresql+asyncpg", "postgresql+psycopg")
+DATABASES = ("sqlite", "postgresql+asyncpg", "postgresql+psycopg", "mariadb+asyncmy")
 
 _numbers = itertools.count(1)
 
@@ -36,6 +39,22 @@ def postgresql_url() -> Iterator[str]:
     """A real PostgreSQL for the whole run, as `postgresql://…`."""
     with postgresql() as server:
         yield server.url
+
+
+@pytest.fixture(scope="session")
+def mariadb_url() -> Iterator[str]:
+    """A real MariaDB for the whole run, as `mariadb://…`."""
+    with mariadb() as server:
+        yield server.url
+
+
+@pytest.fixture
+def mariadb_database(mariadb_url: str) -> Iterator[str]:
+    """A fresh database of that MariaDB, as `mariadb://…`, where a table name of its own is not enough."""
+    name = f"t{os.getpid()}_{next(_numbers)}"
+    statement(mariadb_url, f"CREATE DATABASE {name}")
+    yield urlsplit(mariadb_url)._replace(path=f"/{name}").geturl()
+    statement(mariadb_url, f"DROP DATABASE {name}")
 
 
 @pytest.fixture(scope="session")
@@ -70,10 +89,7 @@ def rabbitmq_url(vhost: VirtualHost) -> str:
 @pytest.fixture(params=DATABASES)
 def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """Every database and driver in turn."""
-    if request.param == "sqlite":
-        return f"sqlite+aiosqlite:///{tmp_path / 'outbox.db'}"
-    url: str = request.getfixturevalue("postgresql_url")
-    return url.replace("postgresql://", f"{request.param}://", 1)
+    return url_on(request, request.param, tmp_path)
 
 
 @pytest.fixture
@@ -159,13 +175,47 @@ ABOVE_THE_DRIVERS = frozenset(
 )
 
 
+# What is asked of MariaDB too. The rest speaks to the store, whose contract it fulfils.
+ON_MARIADB = frozenset(
+    {
+        "test_stores",
+        "test_smoke",
+        "test_callers_transactions",
+        "test_listener_transactions",
+        "test_transactional",
+        "test_inbox_rules",
+        "test_circuits",
+        "test_command_line",
+        "test_tables_check",
+        "test_testing",
+        "test_store_first",
+        "test_databases",
+        "test_snapshots",
+        "test_costs",
+        "test_lost_connections",
+        "test_joined_sessions",
+        "test_model",
+    }
+)
+
+
+def _is_one_of_all(item: pytest.Item) -> bool:
+    """Whether a test runs on every database, and does not name those that it is for."""
+    return not any("database_url" in mark.args[0] for mark in item.iter_markers("parametrize"))
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The tiers whose files take long come first: of two side by side, neither waits for the other at the end."""
     tiers = ("chaos", "walk", "hostile", "contract", "docs", "seeds", "typing", "model", "amqp", "unit")
     folder = Path(__file__).parent
     items.sort(key=lambda item: tiers.index(item.path.relative_to(folder).parts[0]))
     if not config.getoption("--every-driver"):
-        again = {item for item in items if item.path.stem in ABOVE_THE_DRIVERS and "psycopg" in item.name}
+        again = {
+            item
+            for item in items
+            if ("psycopg" in item.name and item.path.stem in ABOVE_THE_DRIVERS)
+            or (_is_one_of_all(item) and "mariadb+" in item.name and item.path.stem not in ON_MARIADB)
+        }
         config.hook.pytest_deselected(items=list(again))
         items[:] = [item for item in items if item not in again]
 

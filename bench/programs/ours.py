@@ -41,6 +41,8 @@ class Ours:
         await outbox.emit_many(session, "bench.order", bodies)
 
     async def analyze(self, session: AsyncSession) -> None:
+        if session.get_bind().dialect.name == "mysql":  # it would commit, and InnoDB counts by itself
+            return
         await session.execute(text(f"ANALYZE {outbox.settings.table_name}"))
 
 

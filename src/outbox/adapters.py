@@ -30,13 +30,18 @@ _DEFAULTS = Defaults()
 _loaded: dict[tuple[str, str], Any] = {}  # by group and name: to look through all that is installed takes milliseconds
 _EXTRA = re.compile(r"(?P<distribution>[\w.-]+).*; extra == ['\"](?P<extra>\w+)['\"]")  # of what we require
 _BROUGHT_BY = {"aiormq": "aio-pika", "pamqp": "aio-pika"}  # modules of distributions that an extra brings along
-_DRIVER_MODULES = {"pysqlite": "sqlite3"}  # where a driver's name is not its module's
+_DRIVER_MODULES = {"pysqlite": "sqlite3", "mysqldb": "MySQLdb"}  # where a driver's name is not its module's
 
 
 def store_class(dialect: str) -> StoreClass:
     """The store for a database, by the name of its SQLAlchemy dialect."""
     found: StoreClass = _load(STORES, dialect, "no store for the database {name!r}; there are: {known}")
     return found
+
+
+def is_same_database(dialect: str, other: str) -> bool:
+    """Whether two of SQLAlchemy's names are served by one store: a kind of server may have several."""
+    return dialect == other or store_class(dialect) is store_class(other)
 
 
 def defaults_of(settings: Settings, observe: Observer) -> Defaults:

@@ -50,7 +50,7 @@ async def _database(outbox: Outbox, listeners: Sequence[Listener]) -> tuple[list
     examination = await outbox.store.inspection.examine()
     differences = await outbox.check_tables()
     findings = [_versions(outbox, examination), _drivers(), *_tables(differences), _clocks(examination)]
-    findings += examination.findings
+    findings += [*_bodies(outbox, examination), *examination.findings]
     if any(difference.breaks for difference in differences):
         return findings, _Recorded()
     try:
@@ -125,6 +125,15 @@ def _tables(differences: list[Difference]) -> Iterator[Finding]:
         level = Level.ERROR if difference.breaks else Level.WARNING
         what = f"{difference.table}: {difference.what}"
         yield Finding(level, "tables", what, "outbox tables check prints the SQL that mends it")
+
+
+def _bodies(outbox: Outbox, examination: Examination) -> Iterator[Finding]:
+    largest, wanted = examination.largest_body, outbox.settings.max_body_size
+    if largest is not None and largest < wanted:
+        what = f"the server takes bodies of {largest} bytes, and max_body_size={wanted} lets larger ones be emitted"
+        yield Finding(
+            Level.WARNING, "bodies", what, "raise what the server takes (max_allowed_packet), or lower max_body_size"
+        )
 
 
 def _clocks(examination: Examination) -> Finding:

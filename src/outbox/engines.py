@@ -13,7 +13,7 @@ from sqlalchemy.exc import ArgumentError, NoSuchModuleError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import Session
 
-from outbox.adapters import async_url, parse_url, store_class, sync_url
+from outbox.adapters import async_url, is_same_database, parse_url, store_class, sync_url
 from outbox.core.errors import ConfigurationError, ForkRefused, WrongDatabase, WrongEventLoop
 from outbox.core.forks import never_collect
 from outbox.core.kept_property import kept_property
@@ -96,7 +96,7 @@ class Engines:
 
     def check_dialect(self, dialect: str) -> None:
         """Refuse a caller's database of another kind, if this instance has one of its own."""
-        if self.configured and dialect != (own := self.main.dialect.name):
+        if self.configured and not is_same_database(dialect, own := self.main.dialect.name):
             raise WrongDatabase(
                 f"this session leads to {dialect}, and the tables of this outbox are in {own}: use a session on the "
                 "database of the outbox, or an Outbox for each database"
@@ -107,12 +107,12 @@ class Engines:
         if not self.configured:
             return None
         main = self.main
-        return main if isinstance(main, AsyncEngine) and main.dialect.name == dialect else None
+        return main if isinstance(main, AsyncEngine) and is_same_database(main.dialect.name, dialect) else None
 
     def plain_if(self, dialect: str) -> Engine | None:
         """The plain engine that was given, if it leads to that kind of database."""
         given = self._settings.db_engine
-        return given if isinstance(given, Engine) and given.dialect.name == dialect else None
+        return given if isinstance(given, Engine) and is_same_database(given.dialect.name, dialect) else None
 
     def session(self, **options: Any) -> AsyncSession:
         """A session of our own making, safe on SQLite too."""
@@ -180,7 +180,7 @@ class Engines:
     def check_database(self, url: URL) -> None:
         """Refuse a URL that cannot lead to the database in which the messages are."""
         kind, own = url.get_backend_name(), self.main.dialect.name
-        if kind != own:
+        if not is_same_database(kind, own):
             raise ConfigurationError(
                 f"session_factory leads to {kind}, and the messages are in {own}: a listener's transaction ends its "
                 "message too, so both are in one database"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from sqlalchemy import Connection
 
-from outbox.adapters import defaults_of, routes_for, store_class, transport_for
+from outbox.adapters import defaults_of, is_same_database, routes_for, store_class, transport_for
 from outbox.core.dead_letter import AllDeadLetters, DeadLetters
 from outbox.core.errors import ConfigurationError, TransactionError
 from outbox.core.forks import never_collect
@@ -65,8 +65,12 @@ class Parts:
     def tables(self) -> Tables:
         dialect = self.engines.dialect
         named = Tables.named if dialect is None else store_class(dialect).tables_named
-        tables: Tables = named(self.settings.table_name, self.settings.schema)
+        tables: Tables = named(*self._names)
         return tables
+
+    @property
+    def _names(self) -> tuple[str, str | None]:
+        return self.settings.table_name, self.settings.schema
 
     @kept_property
     def engines(self) -> Engines:
@@ -79,8 +83,13 @@ class Parts:
 
     def _make_store(self, dialect: str) -> Store:
         self.engines.check_dialect(dialect)
+        for known in list(self.stores):
+            if is_same_database(known, dialect):
+                return self.stores[known]
         engine = self.engines.asynchronous_if(dialect)
-        store = store_class(dialect)(self.tables, engine, self.settings.clean_up_after)
+        made = store_class(dialect)
+        tables = self.tables if self.engines.configured else made.tables_named(*self._names)
+        store = made(tables, engine, self.settings.clean_up_after)
         plain = self.engines.plain_if(dialect)
         if plain is not None and isinstance(store, Locatable):
             store.locate(plain)

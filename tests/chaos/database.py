@@ -1,4 +1,4 @@
-"""Database: what the rig asks of PostgreSQL and SQLite. It asks directly; only the processes go through the proxy."""
+"""Database: what the rig asks of a database. It asks directly; only the processes go through the proxy."""
 
 from __future__ import annotations
 
@@ -200,7 +200,31 @@ class _ServerOnDisk(PostgreSQL):
         return True
 
 
-class PostgresqlDatabase(Database):
+class ServerDatabase(Database):
+    """A private server, so it may be crashed, with a proxy before it."""
+
+    @abstractmethod
+    def crash(self) -> None:
+        """Kill the server with all its processes."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """End it in good order; sessions are ended too."""
+
+    @abstractmethod
+    def start(self) -> None:
+        """Start it, and recover."""
+
+    @abstractmethod
+    def recover(self) -> None:
+        """Start it again if it gave up by itself."""
+
+    @abstractmethod
+    def terminate_backends(self, share: float) -> int:
+        """End some sessions from the server's side; how many."""
+
+
+class PostgresqlDatabase(ServerDatabase):
     """A private server, so it may be crashed, with a proxy before it."""
 
     def _start(self, stack: ExitStack) -> None:

@@ -14,8 +14,9 @@ from operator import methodcaller
 
 from tests.chaos.application import Application
 from tests.chaos.broker import Broker
-from tests.chaos.database import Database, PostgresqlDatabase
+from tests.chaos.database import Database, ServerDatabase
 from tests.chaos.doorway import NO_ANSWER, REFUSALS, TAKEN, Doorway
+from tests.chaos.mariadb import MariadbDatabase
 from tests.chaos.processes import RELAY, WORKER, Crew, Member
 from tests.chaos.proxy import CONFIRM, Link
 from tests.chaos.schedule import Planned
@@ -51,6 +52,7 @@ class Faults:
             "crash the database": self._crash,
             "restart the database": self._restart,
             "end sessions": self._end_sessions,
+            "deadlock": self._deadlock,
             "cut": self._cut,
             "black hole": self._black_hole,
             "delay": self._delay,
@@ -112,7 +114,7 @@ class Faults:
                 await asyncio.sleep(fault.seconds)
             finally:
                 database.disk.free()
-                if isinstance(database, PostgresqlDatabase):
+                if isinstance(database, ServerDatabase):
                     await asyncio.to_thread(database.recover)
 
     async def _crash(self, fault: Planned) -> None:
@@ -129,6 +131,13 @@ class Faults:
         server = self._server(fault)
         async with self._alone[server]:
             await _until(lambda: server.terminate_backends(max(0.2, fault.chance)))
+
+    async def _deadlock(self, fault: Planned) -> None:
+        """Another program locks what ours need, in the other order, and the server ends one of ours."""
+        database = self._database(fault)
+        assert isinstance(database, MariadbDatabase)
+        async with self._alone[database]:
+            await _until(database.provoke_deadlocks)
 
     # The network.
 
@@ -274,14 +283,14 @@ class Faults:
         _, _, number = fault.target.partition("-")
         return self._application.databases[int(number or 0)]
 
-    def _server(self, fault: Planned) -> PostgresqlDatabase:
+    def _server(self, fault: Planned) -> ServerDatabase:
         database = self._database(fault)
-        assert isinstance(database, PostgresqlDatabase)
+        assert isinstance(database, ServerDatabase)
         return database
 
     @property
-    def _servers(self) -> list[PostgresqlDatabase]:
-        return [each for each in self._application.databases if isinstance(each, PostgresqlDatabase)]
+    def _servers(self) -> list[ServerDatabase]:
+        return [each for each in self._application.databases if isinstance(each, ServerDatabase)]
 
     @property
     def _broker(self) -> Broker:
@@ -309,7 +318,7 @@ class Faults:
         return link
 
 
-async def _away(end: methodcaller, seconds: float, *servers: PostgresqlDatabase | Broker) -> None:
+async def _away(end: methodcaller, seconds: float, *servers: ServerDatabase | Broker) -> None:
     """End them all at once, and start them again after a while."""
     await asyncio.gather(*(asyncio.to_thread(end, server) for server in servers))
     await asyncio.sleep(seconds)

@@ -96,7 +96,7 @@ async def drivers(order: Order, message: Message, queue_name: str, attempt_count
     await session.execute(effect(message, queue_name, attempt_count))
     connection = await (await session.connection()).get_raw_connection()
     driver: Any = connection.driver_connection
-    await driver.execute("COMMIT")
+    await getattr(driver, "execute", getattr(driver, "query", None))("COMMIT")
     end_committed(fate, message, queue_name, attempt_count)
 
 
@@ -106,7 +106,7 @@ def plain_drivers(order: Order, message: Message, queue_name: str, attempt_count
     reject_if_committed(message, queue_name)
     session.execute(effect(message, queue_name, attempt_count))
     driver: Any = session.connection().connection.driver_connection
-    driver.execute("COMMIT")
+    getattr(driver, "execute", getattr(driver, "query", None))("COMMIT")
     end_committed(fate, message, queue_name, attempt_count)
 
 

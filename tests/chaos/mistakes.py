@@ -22,6 +22,7 @@ from sqlalchemy.orm import Session
 import outbox
 from outbox import Message, get_tracking_ids
 from outbox.core.loops import ABANDONED
+from tests.chaos import deadlocks
 from tests.chaos.children import fork
 from tests.chaos.fates import (
     CLOSES,
@@ -40,7 +41,8 @@ from tests.chaos.history import original_id
 from tests.chaos.surroundings import historian
 from tests.chaos.tables import effects
 
-# No effect without a message. SQLite would undo the statement alone, so it is told to undo the transaction.
+# No effect without a message. SQLite would undo the statement alone, so it is told to undo the transaction; MySQL
+# cannot be told, and undoes everything only after a deadlock.
 IMPOSSIBLE = (
     insert(effects).prefix_with("OR ROLLBACK", dialect="sqlite").values(message_id=None, queue="", attempt=0, digest="")
 )
@@ -112,6 +114,9 @@ def hang_plainly(message: Message, attempt: int) -> None:
 
 
 async def swallow(session: AsyncSession) -> None:
+    if session.get_bind().dialect.name == "mysql":
+        await deadlocks.run_into(session)
+        return
     with suppress(DBAPIError):
         await session.execute(IMPOSSIBLE)
 
@@ -156,6 +161,9 @@ _WAYS: Mapping[str, Callable[[AsyncSession], Awaitable[None]]] = {
 
 
 def _swallow_plainly(session: Session) -> None:
+    if session.get_bind().dialect.name == "mysql":
+        deadlocks.run_into_plainly(session)
+        return
     with suppress(DBAPIError):
         session.execute(IMPOSSIBLE)
 

@@ -8,10 +8,13 @@ from dataclasses import dataclass, replace
 
 from tests.chaos.application import Service
 from tests.chaos.database import MEBIBYTE, PostgresqlDatabase, SqliteDatabase
+from tests.chaos.mariadb import MariadbDatabase
 from tests.chaos.processes import PRODUCER, RELAY, WORKER
 from tests.chaos.schedule import (
     DATABASE,
     ON_HTTP,
+    ON_MARIADB,
+    ON_MARIADB_AND_RABBITMQ,
     ON_POSTGRESQL,
     ON_RABBITMQ,
     ON_SQLITE,
@@ -139,12 +142,18 @@ def _over_http(profile: Profile) -> Profile:
     return replace(profile, name="http", services=(_SENDING, _RECEIVING), kinds=ON_HTTP)
 
 
+def _on_mariadb(profile: Profile) -> Profile:
+    services = tuple(replace(service, database=MariadbDatabase) for service in profile.services)
+    return replace(profile, name="mariadb", services=services, kinds=ON_MARIADB)
+
+
 SHORT: Mapping[str, Profile] = {
     profile.name: profile
     for profile in (
         _SHORT,
         replace(_over_rabbitmq(_SHORT), seconds=28, faults=24, messages=1000, slow_share=0.02),
         _SHORT_ON_SQLITE,
+        replace(_on_mariadb(_SHORT), seconds=16, messages=600),
         replace(
             _of_two_services(_SHORT),
             kinds=SHORTLY_ON_TWO_SERVICES,
@@ -168,6 +177,16 @@ LONG: Mapping[str, Profile] = {
         replace(_over_rabbitmq(_LONG), messages=100_000, slow_share=0.003, mistakes=0.01, backlog=3000),
         replace(
             _SHORT_ON_SQLITE, seconds=180, faults=40, messages=5_000, kills=0.001, mistakes=0.03, disk=256 * MEBIBYTE
+        ),
+        replace(_on_mariadb(_LONG), messages=30_000),
+        replace(
+            _over_rabbitmq(_on_mariadb(_LONG)),
+            name="mariadb-rabbitmq",
+            kinds=ON_MARIADB_AND_RABBITMQ,
+            messages=50_000,
+            slow_share=0.003,
+            mistakes=0.01,
+            backlog=2000,
         ),
         replace(_of_two_services(_LONG), messages=30_000, slow_share=0.003, mistakes=0.005, backlog=1000),
         replace(_over_http(_LONG), messages=30_000, slow_share=0.003, backlog=1000),

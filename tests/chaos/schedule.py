@@ -69,8 +69,14 @@ KINDS_OF_HTTP: Mapping[str, Kind] = {
     "cut at answer": Kind((RELAY,), 4),
 }
 
+KINDS_OF_MARIADB: Mapping[str, Kind] = {"deadlock": Kind(DATABASE, 4)}
+
 ON_POSTGRESQL = tuple(KINDS)
 ON_RABBITMQ = (*KINDS, *KINDS_OF_BROKER)
+
+# Not a full disk: the server would wait for an operator, its data and all.
+ON_MARIADB = (*(kind for kind in KINDS if kind != "full disk"), *KINDS_OF_MARIADB)
+ON_MARIADB_AND_RABBITMQ = (*ON_MARIADB, *KINDS_OF_BROKER)
 
 ON_TWO_SERVICES = (*ON_RABBITMQ, *KINDS_OF_SERVICES)
 SHORTLY_ON_TWO_SERVICES = (
@@ -130,7 +136,7 @@ def schedule(
 ) -> list[Planned]:
     """`count` faults over so many seconds, every kind among them, in an order and at moments of chance."""
     chance = random.Random(seed)
-    known = {**KINDS, **KINDS_OF_BROKER, **KINDS_OF_SERVICES, **KINDS_OF_HTTP}
+    known = {**KINDS, **KINDS_OF_BROKER, **KINDS_OF_SERVICES, **KINDS_OF_HTTP, **KINDS_OF_MARIADB}
     chosen = list(kinds) + chance.choices(kinds, [known[kind].weight for kind in kinds], k=max(0, count - len(kinds)))
     chosen = chosen[:count]
     chance.shuffle(chosen)

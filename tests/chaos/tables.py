@@ -17,6 +17,7 @@ from sqlalchemy import (
     Uuid,
     update,
 )
+from sqlalchemy.dialects.mysql import DATETIME
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.expression import FunctionElement
 
@@ -25,6 +26,7 @@ TABLE_NAME = "chaos"  # of the outbox
 metadata = MetaData()
 ORDERED, SHIPPED, CONFIRMED = "ordered", "shipped", "confirmed"  # books, with a balance for every account
 _id = BigInteger().with_variant(Integer, "sqlite")
+_moment = DateTime(timezone=True).with_variant(DATETIME(fsp=6), "mysql")
 
 
 class clock(FunctionElement[Any]):  # noqa: N801 - reads as the function that it is
@@ -42,6 +44,11 @@ def _postgresql(*_: object, **__: object) -> str:
 @compiles(clock, "sqlite")
 def _sqlite(*_: object, **__: object) -> str:
     return "(strftime('%Y-%m-%d %H:%M:%f000', 'now'))"
+
+
+@compiles(clock, "mysql")
+def _mysql(*_: object, **__: object) -> str:
+    return "(SYSDATE(6))"
 
 
 orders = Table(
@@ -67,7 +74,7 @@ effects = Table(
     Column("queue", String(64), nullable=False),
     Column("attempt", Integer, nullable=False),
     Column("digest", String(16), nullable=False),
-    Column("at", DateTime(timezone=True), nullable=False, server_default=clock()),
+    Column("at", _moment, nullable=False, server_default=clock()),
 )
 
 changes = Table(
@@ -75,14 +82,14 @@ changes = Table(
     metadata,
     Column("id", _id, primary_key=True, autoincrement=True),
     Column("application", String(64)),
-    Column("statement_at", DateTime(timezone=True), nullable=False),
-    Column("at", DateTime(timezone=True), nullable=False, server_default=clock()),
+    Column("statement_at", _moment, nullable=False),
+    Column("at", _moment, nullable=False, server_default=clock()),
     Column("deleted", Boolean, nullable=False),
     Column("row_id", BigInteger, nullable=False),
     Column("message_id", String(255), nullable=False),
     Column("queue", String(255), nullable=False),
     Column("old_token", Uuid),
-    Column("old_until", DateTime(timezone=True)),
+    Column("old_until", _moment),
     Column("new_token", Uuid),
     Column("attempts", Integer, nullable=False),
 )
@@ -103,6 +110,8 @@ _OLD = "OLD.id, OLD.message_id, OLD.destination, OLD.lease_token, OLD.lease_unti
 
 _ON_SQLITE = "NULL, strftime('%Y-%m-%d %H:%M:%f000', 'now')"
 
+_ON_MYSQL = "SUBSTRING_INDEX(USER(), '@', 1), NOW(6)"  # every process is a user of its own
+
 TRIGGERS = {
     "postgresql": [
         f"""
@@ -117,6 +126,16 @@ TRIGGERS = {
         f"""
         CREATE TRIGGER note_change AFTER UPDATE OR DELETE ON {TABLE_NAME}
         FOR EACH ROW EXECUTE FUNCTION note_change()
+        """,
+    ],
+    "mysql": [
+        f"""
+        CREATE TRIGGER note_update AFTER UPDATE ON {TABLE_NAME} FOR EACH ROW
+            INSERT INTO changes ({_COLUMNS}) VALUES ({_ON_MYSQL}, 0, {_OLD}, NEW.lease_token)
+        """,
+        f"""
+        CREATE TRIGGER note_delete AFTER DELETE ON {TABLE_NAME} FOR EACH ROW
+            INSERT INTO changes ({_COLUMNS}) VALUES ({_ON_MYSQL}, 1, {_OLD}, NULL)
         """,
     ],
     "sqlite": [

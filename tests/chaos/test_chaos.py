@@ -19,6 +19,10 @@ def test_faults_break_no_promise_on_sqlite() -> None:
     check(run(SHORT["sqlite"], 3))
 
 
+def test_faults_break_no_promise_on_mariadb() -> None:
+    check(run(SHORT["mariadb"], 5))
+
+
 def test_faults_break_no_promise_between_two_services() -> None:
     check(run(SHORT["two-services"], 2600))
 

@@ -13,7 +13,6 @@ from outbox.adapters import store_class
 from outbox.core.durations import IMMEDIATELY
 from outbox.core.store import Store
 from outbox.stores.sqlite import prepare
-from outbox.stores.tables import Tables
 from outbox.testing.store_contract import MakeStore, StoreContract
 
 
@@ -24,6 +23,7 @@ class TestStores(StoreContract):
         if engine.dialect.name == "sqlite":
             prepare(engine)
             self.writes_side_by_side = False
+        self.wakes_other_processes = engine.dialect.name not in ("mysql", "mariadb")
         yield engine
         await engine.dispose()
 
@@ -32,8 +32,8 @@ class TestStores(StoreContract):
         made: list[Store] = []
 
         def make(clean_up_after: Any = IMMEDIATELY) -> Store:
-            dialect = make_url(engine.url).get_backend_name()
-            made.append(store_class(dialect)(Tables.named(table_name), engine, clean_up_after))
+            store = store_class(make_url(engine.url).get_backend_name())
+            made.append(store(store.tables_named(table_name), engine, clean_up_after))
             return made[-1]
 
         yield make

@@ -14,7 +14,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from .machine import StoreMachine
 
 IS_DEEP = os.environ.get("OUTBOX_MODEL") == "deep"
-EXAMPLES = {"sqlite+aiosqlite": 18, "postgresql+asyncpg": 10, "postgresql+psycopg": 5}
+EXAMPLES = {"sqlite+aiosqlite": 18, "postgresql+asyncpg": 10, "postgresql+psycopg": 5, "mariadb+asyncmy": 5}
 PROFILE = settings(
     deadline=None,
     derandomize=not IS_DEEP,

@@ -16,8 +16,9 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 import outbox as library
 from outbox import NEVER, Outbox
 from outbox.observers.logging import LoggingObserver
+from tests.databases import url_on
 from tests.http_sink import HttpSink
-from tests.seeds.databases import PSYCOPG, SQLITE
+from tests.seeds.databases import ASYNCMY, PSYCOPG, SQLITE
 from tests.seeds.movies import Shelf
 from tests.seeds.observing import Recorder
 
@@ -25,10 +26,17 @@ from tests.seeds.observing import Recorder
 @pytest.fixture(params=[SQLITE, PSYCOPG])
 def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """Both databases in turn; what may depend on the driver is marked `on_every_driver`."""
-    if request.param == SQLITE:
-        return f"sqlite+aiosqlite:///{tmp_path / 'outbox.db'}"
-    url: str = request.getfixturevalue("postgresql_url")
-    return url.replace("postgresql://", f"{request.param}://", 1)
+    return url_on(request, request.param, tmp_path)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """The fifth seed runs on MySQL too, and so does what it documents, wherever a test does not say otherwise."""
+    marks = metafunc.definition.iter_markers("parametrize")
+    says_where = any("database_url" in mark.args[0] for mark in marks)
+    if "test_seed_5_" in metafunc.module.__name__ and "database_url" in metafunc.fixturenames and not says_where:
+        databases = pytest.mark.parametrize("database_url", [SQLITE, PSYCOPG, ASYNCMY], indirect=True)
+        metafunc.definition.add_marker(databases)  # a mark goes before what the fixture says
 
 
 @pytest.fixture
@@ -41,10 +49,10 @@ async def db_engine(database_url: str) -> AsyncIterator[AsyncEngine]:
 
 @pytest.fixture
 def sync_engine(database_url: str) -> Iterator[Engine]:
-    """An engine for code without an event loop: sqlite3 or psycopg, on the same database."""
+    """An engine for code without an event loop: sqlite3, psycopg or pymysql, on the same database."""
     url = make_url(database_url)
-    driver = "sqlite" if url.get_backend_name() == "sqlite" else "postgresql+psycopg"
-    engine = create_engine(url.set(drivername=driver))
+    drivers = {"sqlite": "sqlite", "postgresql": "postgresql+psycopg", "mysql": "mysql+pymysql"}
+    engine = create_engine(url.set(drivername=drivers[url.get_backend_name()]))
     yield engine
     engine.dispose()
 

@@ -34,7 +34,7 @@ from tests.http_sink import (
     status,
     wrong_length,
 )
-from tests.seeds.databases import on_both_stores
+from tests.seeds.databases import on_every_store
 from tests.seeds.observing import Recorder, eventually
 from tests.seeds.orders import is_settled, send, states, walk
 
@@ -54,7 +54,7 @@ async def settled(outbox: Outbox, sink: HttpSink, answers: dict[str, Behaviour])
 # 4xx: invalid
 
 
-@on_both_stores
+@on_every_store
 async def test_a_4xx_is_a_permanent_failure_and_the_error_says_which(
     make_http_outbox: MakeOutbox, sink: HttpSink
 ) -> None:
@@ -70,7 +70,7 @@ async def test_a_4xx_is_a_permanent_failure_and_the_error_says_which(
         assert f"because of {code}" in letter.error
 
 
-@on_both_stores
+@on_every_store
 async def test_a_4xx_that_says_that_the_time_is_wrong_is_tried_again(
     make_http_outbox: MakeOutbox, sink: HttpSink
 ) -> None:
@@ -86,7 +86,7 @@ async def _have_failed(outbox: Outbox, count: int) -> bool:
     return [stored.attempt_count for stored in await outbox.messages()] == [1] * count
 
 
-@on_both_stores
+@on_every_store
 async def test_a_broker_that_says_how_long_it_wants_to_be_left_alone_is(
     make_http_outbox: MakeOutbox, sink: HttpSink, recorder: Recorder
 ) -> None:
@@ -99,7 +99,7 @@ async def test_a_broker_that_says_how_long_it_wants_to_be_left_alone_is(
     assert relayed.outcome.delay == timedelta(minutes=30)
 
 
-@on_both_stores
+@on_every_store
 async def test_an_event_that_is_refused_keeps_no_other_from_being_sent(
     make_http_outbox: MakeOutbox, sink: HttpSink
 ) -> None:
@@ -115,7 +115,7 @@ async def test_an_event_that_is_refused_keeps_no_other_from_being_sent(
 # 5xx: pending
 
 
-@on_both_stores
+@on_every_store
 async def test_a_5xx_leaves_the_event_pending_with_one_attempt_more_and_the_error(
     make_http_outbox: MakeOutbox, sink: HttpSink
 ) -> None:
@@ -132,7 +132,7 @@ async def test_a_5xx_leaves_the_event_pending_with_one_attempt_more_and_the_erro
     assert len(sink.requests) == len(codes)
 
 
-@on_both_stores
+@on_every_store
 async def test_an_event_is_published_once_the_broker_has_recovered(
     make_http_outbox: MakeOutbox, sink: HttpSink
 ) -> None:
@@ -173,7 +173,7 @@ def named(sink: HttpSink, names: Names) -> HttpTransport:
     return HttpTransport(f"http://broker.test:{sink.port}/events", plain_http=True, resolver=names)
 
 
-@on_both_stores
+@on_every_store
 async def test_whoever_gets_no_answer_tries_again_and_burns_no_attempt(
     make_http_outbox: MakeOutbox, sink: HttpSink, recorder: Recorder
 ) -> None:
@@ -196,7 +196,7 @@ async def test_whoever_gets_no_answer_tries_again_and_burns_no_attempt(
     assert recorder.of(CircuitClosed)
 
 
-@on_both_stores
+@on_every_store
 async def test_nobody_there_burns_no_attempt(make_http_outbox: MakeOutbox, sink: HttpSink, recorder: Recorder) -> None:
     service = make_http_outbox(relay_retry_delays=())
     await sink.stop()
@@ -211,7 +211,7 @@ async def test_nobody_there_burns_no_attempt(make_http_outbox: MakeOutbox, sink:
     assert await states(service, *sent) == ["sent"] * 3
 
 
-@on_both_stores
+@on_every_store
 async def test_a_host_that_cannot_be_found_is_looked_for_again(
     make_http_outbox: MakeOutbox, sink: HttpSink, recorder: Recorder
 ) -> None:
@@ -225,7 +225,7 @@ async def test_a_host_that_cannot_be_found_is_looked_for_again(
     assert "Name or service not known" in recorder.of(CircuitOpened)[0].error
 
 
-@on_both_stores
+@on_every_store
 async def test_no_answer_for_one_event_while_others_are_answered_counts_against_it(
     make_http_outbox: MakeOutbox, sink: HttpSink
 ) -> None:
@@ -244,7 +244,7 @@ async def test_no_answer_for_one_event_while_others_are_answered_counts_against_
 # Unknown errors: pending
 
 
-@on_both_stores
+@on_every_store
 async def test_an_error_that_nobody_expected_is_tried_again_and_counted(
     make_http_outbox: MakeOutbox, sink: HttpSink
 ) -> None:
@@ -261,7 +261,7 @@ async def test_an_error_that_nobody_expected_is_tried_again_and_counted(
 # Max retries exceeded: failed
 
 
-@on_both_stores
+@on_every_store
 @pytest.mark.parametrize("max_retries", [1, 3, 5])
 async def test_an_event_is_sent_so_often_in_total_and_then_has_failed(
     make_http_outbox: MakeOutbox, sink: HttpSink, max_retries: int
@@ -278,7 +278,7 @@ async def test_an_event_is_sent_so_often_in_total_and_then_has_failed(
     assert len(letter.history.splitlines()) == max_retries
 
 
-@on_both_stores
+@on_every_store
 async def test_the_seeds_timetable_with_its_three_attempts(make_http_outbox: MakeOutbox, sink: HttpSink) -> None:
     """503, no answer, 500. The seed would stop here; no answer burns no attempt, so there is one more, which fails."""
     service = make_http_outbox()
@@ -294,7 +294,7 @@ async def test_the_seeds_timetable_with_its_three_attempts(make_http_outbox: Mak
     assert [line.rpartition("answered ")[2][:3] for line in answers] == ["503", "500", "500"]
 
 
-@on_both_stores
+@on_every_store
 async def test_a_400_stops_the_timetable_whatever_came_before(make_http_outbox: MakeOutbox, sink: HttpSink) -> None:
     service = make_http_outbox()
     sink.behave(status(503), times=1)
@@ -318,7 +318,7 @@ def test_by_default_intervals_grow_and_there_is_no_last_attempt() -> None:
         assert 0.8 * seconds <= delay.total_seconds() <= 1.2 * seconds
 
 
-@on_both_stores
+@on_every_store
 async def test_a_fixed_interval_is_a_list_of_equal_delays(
     make_http_outbox: MakeOutbox, sink: HttpSink, recorder: Recorder
 ) -> None:
@@ -334,7 +334,7 @@ async def test_a_fixed_interval_is_a_list_of_equal_delays(
 # Answers that are not as they should be
 
 
-@on_both_stores
+@on_every_store
 async def test_the_status_counts_however_the_rest_of_the_answer_ends(
     make_http_outbox: MakeOutbox, sink: HttpSink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -351,7 +351,7 @@ async def test_the_status_counts_however_the_rest_of_the_answer_ends(
     assert len(sink.requests) == len(answers)
 
 
-@on_both_stores
+@on_every_store
 async def test_an_answer_that_goes_on_after_its_end_is_an_answer(make_http_outbox: MakeOutbox, sink: HttpSink) -> None:
     service = make_http_outbox(relay_retry_delays=())
     sink.behave(wrong_length(2))
@@ -363,7 +363,7 @@ async def test_an_answer_that_goes_on_after_its_end_is_an_answer(make_http_outbo
     assert sink.ids == [sent.id]
 
 
-@on_both_stores
+@on_every_store
 async def test_a_redirect_to_this_machine_is_a_permanent_failure_and_not_followed(
     make_http_outbox: MakeOutbox, sink: HttpSink
 ) -> None:

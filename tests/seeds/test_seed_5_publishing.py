@@ -26,13 +26,13 @@ from outbox.core.events import CircuitOpened, Emitted, Relayed
 from outbox.observers.logging import LoggingObserver
 from outbox.transports.http import HttpTransport
 from tests.http_sink import Behaviour, Connection, HttpSink, Request, answer, by_type, close, status
-from tests.seeds.databases import on_both_stores
+from tests.seeds.databases import on_every_store
 from tests.seeds.observing import Recorder, arrival, eventually
 from tests.seeds.orders import ORDER_CREATED, is_settled, send, states, walk
 from tests.seeds.program import program
 from tests.walk.sending import Sender, serving
 
-pytestmark = on_both_stores
+pytestmark = on_every_store
 
 MakeOutbox = Callable[..., Outbox]
 
@@ -411,7 +411,7 @@ ORDERS = """
     import sys
     from datetime import UTC, datetime
 
-    from sqlalchemy import DateTime
+    from sqlalchemy import DateTime, String
     from sqlalchemy.ext.asyncio import AsyncSession
     from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
@@ -421,10 +421,10 @@ ORDERS = """
 
     class Order(Base):
         __tablename__ = f"{sys.argv[2]}_orders"
-        order_id: Mapped[str] = mapped_column(primary_key=True)
-        customer_email: Mapped[str]
+        order_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+        customer_email: Mapped[str] = mapped_column(String(64))
         amount: Mapped[float]
-        status: Mapped[str]
+        status: Mapped[str] = mapped_column(String(64))
         created_at: Mapped[datetime] = mapped_column(DateTime(timezone=True), default=lambda: datetime.now(UTC))
 
     setup(db_engine_url=sys.argv[1], table_name=sys.argv[2], source="order-service", transport=os.environ["BROKER_URL"])
@@ -461,5 +461,6 @@ async def test_the_order_of_the_complete_example_is_saved_and_told(
     async with outbox.transaction() as session:
         columns = "order_id, customer_email, amount, status"
         [row] = await session.execute(text(f"SELECT {columns} FROM {table_name}_orders"))
+    async with outbox.transaction() as session:
         await session.execute(text(f"DROP TABLE {table_name}_orders"))
     assert dict(row._mapping) == order

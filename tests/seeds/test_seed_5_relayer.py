@@ -23,7 +23,7 @@ from outbox.outbound.relay import SIDE_BY_SIDE
 from outbox.testing import advance
 from outbox.transports.http import HttpTransport
 from tests.http_sink import Behaviour, Connection, HttpSink, Request, answer, hang, status
-from tests.seeds.databases import on_both_stores
+from tests.seeds.databases import on_every_store
 from tests.seeds.observing import Recorder, eventually, let_leases_run_out
 from tests.seeds.orders import ORDER_CREATED, is_settled, send, states, walk
 from tests.seeds.program import program
@@ -90,7 +90,7 @@ def test_the_options_of_the_seeds_relayer(monkeypatch: pytest.MonkeyPatch) -> No
 # Start and stop
 
 
-@on_both_stores
+@on_every_store
 async def test_a_relayer_of_its_own_serves_the_storage_of_an_application(
     make_outbox: MakeOutbox, make_http_outbox: MakeOutbox, sink: HttpSink, recorder: Recorder
 ) -> None:
@@ -108,7 +108,7 @@ async def test_a_relayer_of_its_own_serves_the_storage_of_an_application(
     assert sink.ids == [before.id, after.id]
 
 
-@on_both_stores
+@on_every_store
 async def test_a_relayer_that_is_stopped_finishes_what_it_has_begun(
     make_http_outbox: MakeOutbox, sink: HttpSink
 ) -> None:
@@ -136,7 +136,7 @@ RELAYER = """
 """
 
 
-@on_both_stores
+@on_every_store
 async def test_a_relayer_in_a_process_of_its_own_stops_at_a_signal(
     make_outbox: MakeOutbox, sink: HttpSink, database_url: str, table_name: str
 ) -> None:
@@ -152,7 +152,7 @@ async def test_a_relayer_in_a_process_of_its_own_stops_at_a_signal(
     assert sink.ids == [sent.id]
 
 
-@on_both_stores
+@on_every_store
 async def test_what_a_killed_relayer_was_sending_is_sent_by_the_next_one(
     make_outbox: MakeOutbox, make_http_outbox: MakeOutbox, sink: HttpSink, database_url: str, table_name: str
 ) -> None:
@@ -176,7 +176,7 @@ async def test_what_a_killed_relayer_was_sending_is_sent_by_the_next_one(
 # poll_interval
 
 
-@on_both_stores
+@on_every_store
 async def test_what_nobody_told_the_relayer_of_is_found_at_its_next_look(
     make_http_outbox: MakeOutbox, sink: HttpSink
 ) -> None:
@@ -190,7 +190,7 @@ async def test_what_nobody_told_the_relayer_of_is_found_at_its_next_look(
     assert sink.ids == [sent.id]
 
 
-@on_both_stores
+@on_every_store
 async def test_a_commit_is_not_waited_for_until_the_next_look(make_http_outbox: MakeOutbox, sink: HttpSink) -> None:
     service = make_http_outbox(poll_interval=3600)
     async with service.running(relay=True):
@@ -202,7 +202,7 @@ async def test_a_commit_is_not_waited_for_until_the_next_look(make_http_outbox: 
 # batch_size
 
 
-@on_both_stores
+@on_every_store
 async def test_a_batch_holds_no_more_events_than_it_may(make_http_outbox: MakeOutbox, sink: HttpSink) -> None:
     service, gate = make_http_outbox(batch_size=3), asyncio.Event()
     sink.behave(once(gate))
@@ -218,7 +218,7 @@ async def test_a_batch_holds_no_more_events_than_it_may(make_http_outbox: MakeOu
     assert len(sink.requests) == 20
 
 
-@on_both_stores
+@on_every_store
 async def test_events_of_a_batch_are_sent_side_by_side_as_far_as_the_broker_should_bear_it(
     make_http_outbox: MakeOutbox, sink: HttpSink
 ) -> None:
@@ -240,7 +240,7 @@ async def test_events_of_a_batch_are_sent_side_by_side_as_far_as_the_broker_shou
 # max_age_hours
 
 
-@on_both_stores
+@on_every_store
 async def test_by_default_no_event_is_too_old(make_http_outbox: MakeOutbox, sink: HttpSink) -> None:
     service = make_http_outbox()
     sent = await send(service)
@@ -250,7 +250,7 @@ async def test_by_default_no_event_is_too_old(make_http_outbox: MakeOutbox, sink
     assert sink.ids == [sent.id]
 
 
-@on_both_stores
+@on_every_store
 async def test_an_event_that_is_too_old_is_expired_and_never_sent(make_http_outbox: MakeOutbox, sink: HttpSink) -> None:
     service = make_http_outbox(expiration=HOUR)
     old = await send(service)
@@ -263,7 +263,7 @@ async def test_an_event_that_is_too_old_is_expired_and_never_sent(make_http_outb
     assert (letter.message.id, letter.attempt_count) == (old.id, 0)
 
 
-@on_both_stores
+@on_every_store
 async def test_an_event_may_have_an_age_of_its_own(make_http_outbox: MakeOutbox, sink: HttpSink) -> None:
     """A flash sale of a quarter of an hour, among events that are worth sending for a day."""
     service = make_http_outbox(expiration=24 * HOUR)
@@ -276,7 +276,7 @@ async def test_an_event_may_have_an_age_of_its_own(make_http_outbox: MakeOutbox,
     assert sink.requests[0].json["expirytime"] > order.created_at.isoformat()
 
 
-@on_both_stores
+@on_every_store
 async def test_an_event_for_later_is_not_too_old_when_its_time_comes(
     make_http_outbox: MakeOutbox, sink: HttpSink
 ) -> None:
@@ -289,7 +289,7 @@ async def test_an_event_for_later_is_not_too_old_when_its_time_comes(
     assert await states(service, sent) == ["sent"]
 
 
-@on_both_stores
+@on_every_store
 async def test_an_event_that_becomes_too_old_between_two_attempts_is_not_retried(
     make_http_outbox: MakeOutbox, sink: HttpSink, recorder: Recorder
 ) -> None:
@@ -306,7 +306,7 @@ async def test_an_event_that_becomes_too_old_between_two_attempts_is_not_retried
     assert "503" in found.history
 
 
-@on_both_stores
+@on_every_store
 async def test_events_become_too_old_while_the_broker_is_away(
     make_http_outbox: MakeOutbox, sink: HttpSink, recorder: Recorder
 ) -> None:
@@ -332,7 +332,7 @@ async def _are(outbox: Outbox, messages: list[Any], state: str) -> bool:
 # All of them together
 
 
-@on_both_stores
+@on_every_store
 async def test_two_relayers_of_one_table_may_be_configured_differently(
     make_http_outbox: MakeOutbox, sink: HttpSink, recorder: Recorder
 ) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from pydantic import BaseModel
-from sqlalchemy import select
+from sqlalchemy import String, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
@@ -38,12 +38,12 @@ class Shop:
 
         class Order(Base):
             __tablename__ = f"{table_name}_orders"
-            order_id: Mapped[str] = mapped_column(primary_key=True)
-            status: Mapped[str] = mapped_column(default="pending")
+            order_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+            status: Mapped[str] = mapped_column(String(64), default="pending")
 
         class Payment(Base):
             __tablename__ = f"{table_name}_payments"
-            order_id: Mapped[str] = mapped_column(primary_key=True)
+            order_id: Mapped[str] = mapped_column(String(64), primary_key=True)
             amount: Mapped[float]
 
         self.outbox = outbox

@@ -32,7 +32,7 @@ if not django_settings.configured:
 class Driving(ABC):
     """One connection, opened for a test. Its first statement is the test's."""
 
-    on = "postgresql"
+    on = "postgresql+asyncpg"  # and how the outbox itself connects
     connection: Any
 
     def __init__(self, url: str) -> None:
@@ -347,16 +347,3 @@ class DjangoSqlite(Django):
 
     async def open(self, **options: Any) -> None:
         await self._open(NAME=Path(self.url), **options)
-
-
-DRIVERS: dict[str, type[Driving]] = {
-    "asyncpg": Asyncpg,
-    "asyncpg-pool": AsyncpgPool,
-    "psycopg-async": AsyncPsycopg,
-    "psycopg": Psycopg,
-    "aiosqlite": Aiosqlite,
-    "sqlite3": Sqlite,
-    "django-postgresql": Django,
-    "django-alias": DjangoAlias,
-    "django-sqlite": DjangoSqlite,
-}

@@ -536,6 +536,7 @@ AUTOCOMMIT = {
     "sqlite": {"connect_args": {"isolation_level": None}},
     "postgresql+asyncpg": {"isolation_level": "AUTOCOMMIT"},
     "postgresql+psycopg": {"connect_args": {"autocommit": True}},
+    "mariadb+asyncmy": {"connect_args": {"autocommit": True}},
 }
 
 

@@ -410,22 +410,18 @@ def _is_awaited(function: Callable[..., Any]) -> bool:
 PASSED_ON = tuple(
     f"Outbox.{name}" for name in ("backlog", "messages", "find", "bindings", "unbind", "create_tables", "check_tables")
 )
-# The statements are the same with both drivers; how they connect, wait and are cut differs.
-WITH_PSYCOPG = (emit, emit_many, receive, route, settle, running)
+# The operations are the same with each driver; how it connects, waits and is cut differs.
+WITH_ANOTHER_DRIVER = (emit, emit_many, receive, route, settle, running)
 # What serves does so in the same way: one on each database, and all on either.
 SERVED_ON_SQLITE, SERVED_ON_POSTGRESQL = (message_relay, run, running), (worker, running)
 
 
 def _is_cut_on(database: str, case: Case) -> bool:
-    if database != "postgresql+psycopg" and case.operation in (*SERVED_ON_SQLITE, *SERVED_ON_POSTGRESQL):
+    if database in ("postgresql+psycopg", "mariadb+asyncmy"):
+        return case.operation in WITH_ANOTHER_DRIVER
+    if case.operation in (*SERVED_ON_SQLITE, *SERVED_ON_POSTGRESQL):
         return case.operation in (SERVED_ON_SQLITE if database == "sqlite" else SERVED_ON_POSTGRESQL)
-    match database:
-        case "sqlite":
-            return True
-        case "postgresql+psycopg":
-            return case.operation in WITH_PSYCOPG
-        case _:
-            return case.name not in PASSED_ON
+    return database == "sqlite" or case.name not in PASSED_ON
 
 
 SWEEPS = [

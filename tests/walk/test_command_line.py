@@ -475,7 +475,7 @@ async def test_the_sql_of_the_tables_runs_as_it_stands(command: Command, table_n
     assert ran.code == 0
     engine = create_async_engine(database_url)
     async with engine.begin() as connection:
-        for statement in ran.stdout.split(";\n"):
+        for statement in filter(str.strip, ran.stdout.split(";\n")):
             await connection.execute(text(statement))
         if engine.dialect.name == "postgresql":
             options = await connection.scalar(text(f"SELECT reloptions FROM pg_class WHERE relname = '{table_name}'"))

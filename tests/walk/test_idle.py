@@ -10,7 +10,7 @@ from sqlalchemy import Engine, event, make_url, text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from outbox.stores import runner
-from outbox.stores.postgresql.connection import spare
+from outbox.stores.runner import spare
 from tests.conftest import MakeOutbox
 
 pytestmark = pytest.mark.parametrize("database_url", ["postgresql+asyncpg"], indirect=True)

@@ -334,7 +334,7 @@ async def test_sessions_of_a_factory_are_watched_too(
     assert await effects.all() == []
 
 
-@on(("postgresql+asyncpg", MEMORY), ("postgresql+psycopg", None), ("sqlite", MEMORY))
+@on(("postgresql+asyncpg", MEMORY), ("postgresql+psycopg", None), ("sqlite", MEMORY), ("mariadb+asyncmy", None))
 async def test_a_transaction_that_was_ended_on_the_driver_is_not_tried_again(
     make_outbox: MakeOutbox, watch: Watch, effects: Effects, transport: str | None
 ) -> None:

@@ -15,9 +15,11 @@ from alembic.autogenerate import produce_migrations, render_python_code
 from alembic.migration import MigrationContext
 from alembic.operations import Operations
 from sqlalchemy import Connection, text
+from sqlalchemy.dialects import mysql
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
+import outbox as outbox_package
 from outbox import Difference, Outbox
 from outbox.cli.exits import ExitCode
 
@@ -113,7 +115,7 @@ async def test_a_migration_that_alembic_writes_makes_tables_without_a_difference
         migration = produce_migrations(context, outbox.metadata)
         written = render_python_code(migration.upgrade_ops, migration_context=context)  # type: ignore[arg-type]
         script = dedent(f"    {written}")
-        exec(script, {"op": Operations(context), "sa": sqlalchemy})  # noqa: S102 - Alembic's own words
+        exec(script, {"op": Operations(context), "sa": sqlalchemy, "mysql": mysql, "outbox": outbox_package})  # noqa: S102 - Alembic's own words
 
     async with engine.begin() as connection:
         await connection.run_sync(migrate)
@@ -127,7 +129,7 @@ async def test_what_others_added_is_fine(
     await run(
         engine,
         f"""
-        ALTER TABLE {table_name} ADD COLUMN tenant TEXT;
+        ALTER TABLE {table_name} ADD COLUMN tenant VARCHAR(40);
         ALTER TABLE {table_name} ADD COLUMN shard INTEGER DEFAULT 7 NOT NULL;
         ALTER TABLE {table_name}_inbox ADD COLUMN note VARCHAR(10);
         CREATE INDEX {table_name}_mine ON {table_name} (tenant, message_id);

@@ -37,6 +37,7 @@ from outbox.testing import Drained, Emission, NotDrained, advance, drain, emitte
 from outbox.transports.memory import MemoryTransport
 
 from ..conftest import DATABASES
+from ..databases import url_on
 from ..seeds.observing import Recorder
 
 MakeOutbox = Callable[..., Outbox]
@@ -65,10 +66,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 def database_url(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> str:
     if kind == IN_MEMORY:
         return "sqlite+aiosqlite://"
-    if kind in ("sqlite", QUEUES_IN_MEMORY):
-        return f"sqlite+aiosqlite:///{tmp_path / 'outbox.db'}"
-    url: str = request.getfixturevalue("postgresql_url")
-    return url.replace("postgresql://", f"{kind}://", 1)
+    return url_on(request, "sqlite" if kind == QUEUES_IN_MEMORY else kind, tmp_path)
 
 
 @pytest.fixture

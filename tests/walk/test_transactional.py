@@ -61,7 +61,9 @@ class Shop:
 
     def __init__(self, outbox: Outbox, table_name: str) -> None:
         self.outbox = outbox
-        self.orders = Table(f"{table_name}_orders", MetaData(), Column("id", Integer, primary_key=True))
+        self.orders = Table(
+            f"{table_name}_orders", MetaData(), Column("id", Integer, primary_key=True, autoincrement=False)
+        )
         self.told: list[str] = []
         self.place = outbox.transactional(self.write)
         self.place_now = outbox.transactional(self.write_now)

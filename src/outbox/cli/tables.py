@@ -70,7 +70,7 @@ def print_sql(
     """Print the SQL that makes the tables, for your own migrations. Nothing is connected to.
 
     With --roles, print the SQL that makes roles for producers, relays, workers and operators instead, each with the
-    rights that it needs. PostgreSQL only.
+    rights that it needs. SQLite has no roles.
     """
     outbox = find_outbox(outbox_name)
     chosen = outbox.engines.main.dialect.name if dialect is None else str(dialect)
@@ -82,7 +82,7 @@ def print_sql(
         return
     script = store.roles_sql(tables, role_prefix)
     if script is None:
-        raise Failure(ExitCode.USAGE, f"{chosen} knows no roles: --roles is for --dialect postgresql")
+        raise Failure(ExitCode.USAGE, f"{chosen} knows no roles: --roles is for servers, such as --dialect postgresql")
     print(script)
 
 

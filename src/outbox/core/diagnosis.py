@@ -38,6 +38,7 @@ class Examination:
     server: str  # its name and version
     skew: timedelta  # by how much, at least, its clock is ahead of this process's; negative if it is behind
     findings: tuple[Finding, ...] = ()
+    largest_body: int | None = None  # in bytes, that its server takes; None: as large as one likes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

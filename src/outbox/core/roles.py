@@ -60,6 +60,10 @@ class Writing(Protocol):
         """Execute one of these on the caller's connection; how many rows it wrote. Makes missing tables first."""
         ...
 
+    def is_already_there(self, error: BaseException) -> bool:
+        """Whether a driver's own error for one of these says that the row is there, so that nothing was written."""
+        ...
+
     def explained(self, error: BaseException) -> TransactionError | None:
         """What a driver's own error for one of these means to the caller, if there is something to be done about it."""
         ...
@@ -78,6 +82,10 @@ class CallerTransactions(Protocol):
 
         A serialization failure, a deadlock, a lock that somebody holds; of the error or of what it was raised from.
         """
+        ...
+
+    def is_read_only(self, error: BaseException) -> bool:
+        """Whether the server takes no writes at all, as a replica; of the error or of what it was raised from."""
         ...
 
     def keeps_snapshot(self, connection: Connection) -> bool:

@@ -68,6 +68,19 @@ def begins_by_itself(connection: Any) -> bool:
     return connection.isolation_level is not None if autocommit == -1 else not autocommit
 
 
+_IN_TRANSACTION = 1  # of the status that comes with each answer of MariaDB and MySQL
+
+
+def mysql_status(driver: Any) -> int | None:
+    """The status that came with the last answer on a connection of asyncmy or pymysql; other drivers tell none.
+
+    asyncmy keeps the status of an earlier answer where the last one has none of the flags: its result has its own.
+    """
+    last = getattr(driver, "_result", None)
+    status: int | None = getattr(driver, "server_status", None) if last is None else last.server_status
+    return status
+
+
 # The first word of a statement decides.
 FIRST_WORD = re.compile(
     r"(?:\s|;|--[^\n]*\n|/\*(?>.*?\*/))*+"  # never tried in another way: there may be many comments
@@ -76,6 +89,19 @@ FIRST_WORD = re.compile(
     r"|(SET)\s+(?:LOCAL\s+|SESSION\s+)?(?:CHARACTERISTICS\s+AS\s+)?"
     r"(?:TRANSACTION\s[^;]*?\bISOLATION\b|(?:default_)?transaction_isolation\b))",
     re.IGNORECASE | re.DOTALL,
+)
+
+
+# What commits on MariaDB and MySQL, before it is carried out.
+_DDL = re.compile(
+    r"(?:\s|;|--[^\n]*\n|/\*(?>.*?\*/))*+"
+    r"((?:CREATE|DROP)\s+(?!TEMPORARY\b)(?:OR\s+REPLACE\s+(?!TEMPORARY\b))?\w+|ALTER\s+\w+|RENAME\s+\w+|TRUNCATE\b"
+    r"|GRANT\b|REVOKE\b|LOCK\s+TABLES?\b|(?:ANALYZE|OPTIMIZE|REPAIR)\s+(?:\w+\s+)?TABLES?\b)",
+    re.IGNORECASE | re.DOTALL,
+)
+_COMMITS_AT_DDL = (
+    "{words} would commit this transaction, as all DDL does on MariaDB and MySQL: message and data would not share one "
+    "fate. Run it before, or in a transaction of its own"
 )
 
 
@@ -143,6 +169,7 @@ class _Driver(NamedTuple):
     is_open: Callable[[], bool]  # its transaction
     has_something_to_commit: Callable[[], bool]  # otherwise its commit() does nothing, on a closed connection too
     sent: Callable[[], int]  # how many queries
+    commits_at_ddl: bool = False  # what was before it
 
 
 def _driver_of(connection: Connection) -> _Driver | None:
@@ -157,6 +184,15 @@ def _driver_of(connection: Connection) -> _Driver | None:
             driver._protocol.is_in_transaction,
             lambda: own._transaction is not None,
             count,
+        )
+    if mysql_status(driver) is not None:
+        return _Driver(
+            pooled,
+            driver.get_autocommit(),
+            lambda: bool((mysql_status(driver) or 0) & _IN_TRANSACTION),
+            partial(bool, True),
+            int,
+            commits_at_ddl=True,
         )
     info: Any = getattr(driver, "info", None)  # of psycopg and psycopg2
     if not hasattr(info, "transaction_status"):
@@ -189,7 +225,10 @@ class WatchedDriver:
             if self._has_ended or not self._driver.is_open():
                 self._has_ended = True
                 raise TransactionError(ENDED_ON_DRIVER)
-            _refuse_end(getattr(arguments[2], "string", arguments[2]))
+            statement = getattr(arguments[2], "string", arguments[2])
+            _refuse_end(statement)
+            if self._driver.commits_at_ddl and (found := _DDL.match(statement)) is not None:
+                raise TransactionError(_COMMITS_AT_DDL.format(words=" ".join(found[1].upper().split())))
         try:
             return type(connection)._execute_context(connection, *arguments, **options)
         finally:

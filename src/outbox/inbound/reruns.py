@@ -54,6 +54,8 @@ class Rerun:
         reruns = self._reruns
         if isinstance(error, SnapshotTaken):
             return True  # the next run renews the leases first
+        if not isinstance(error, NotStarted) and reruns.store.transactions.is_read_only(error):
+            raise NotStarted(f"no database that may be written for {reruns.queue}") from error
         if isinstance(error, ConnectionLost):
             self._losses += 1
             if self._losses == LOSSES:

@@ -26,7 +26,8 @@ from outbox.core.store import Rows, Store
 from outbox.core.transaction_state import NOT_ATOMIC, tied
 from outbox.core.urls import check_uri_reference
 from outbox.outbound.after_commit import after_commit, committing, guard
-from outbox.outbound.sessions import DRIVERS, AnySession, CallersTransaction, PlainSession
+from outbox.outbound.drivers import DRIVERS
+from outbox.outbound.sessions import AnySession, CallersTransaction, PlainSession
 
 Result = TypeVar("Result")
 
@@ -178,7 +179,8 @@ def _find(session: object) -> Kind:
             return kind
     raise TransactionError(
         f"cannot emit on {type(session).__name__!r}: pass the AsyncSession, Session, AsyncConnection or Connection of "
-        "SQLAlchemy, or the connection of asyncpg, psycopg, sqlite3, aiosqlite or Django, that holds the transaction"
+        "SQLAlchemy, or the connection of asyncpg, psycopg, sqlite3, aiosqlite, asyncmy, pymysql, mysqlclient or "
+        "Django, that holds the transaction"
     )
 
 

@@ -1,24 +1,17 @@
-"""Sessions: what a message can be emitted on, and the caller's transaction on a driver's own connection."""
+"""Sessions: what a message can be emitted on, and what the caller's transaction there is asked for."""
 
 from __future__ import annotations
 
-import sys
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import closing
-from functools import partial
-from typing import Any, ClassVar, Protocol, TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Protocol
 
 from sqlalchemy import Connection, Dialect, Executable
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_session
 from sqlalchemy.orm import Session, scoped_session
-from sqlalchemy.util import await_only
 
-from outbox.core.errors import TransactionError
 from outbox.core.message import Message, Schedule
-from outbox.core.prepared import Parameters, dialect_for, prepare
 from outbox.core.store import Rows, Store
-from outbox.core.transaction_state import TransactionState, begins_by_itself, libpq_state, warn_not_atomic
 
 
 class AsyncpgConnection(Protocol):
@@ -77,6 +70,26 @@ class SqliteConnection(Protocol):
     def commit(self) -> None: ...
 
 
+class AsyncmyConnection(Protocol):
+    """asyncmy.Connection, or one that its pool lent."""
+
+    def get_transaction_status(self) -> bool: ...
+
+    def get_autocommit(self) -> bool: ...
+
+    def commit(self) -> Awaitable[None]: ...
+
+
+class MysqlConnection(Protocol):
+    """A connection of pymysql or mysqlclient."""
+
+    def get_autocommit(self) -> bool: ...
+
+    def insert_id(self) -> int: ...
+
+    def commit(self) -> None: ...
+
+
 class DjangoConnection(Protocol):
     """django.db.connection, or one of django.db.connections."""
 
@@ -90,7 +103,13 @@ class DjangoConnection(Protocol):
 
 
 PlainSession = (
-    Session | Connection | scoped_session[Any] | PsycopgConnection | SqliteConnection | DjangoConnection
+    Session
+    | Connection
+    | scoped_session[Any]
+    | PsycopgConnection
+    | SqliteConnection
+    | MysqlConnection
+    | DjangoConnection
 )  # for code without an event loop
 AnySession = (
     AsyncSession
@@ -102,13 +121,8 @@ AnySession = (
     | AsyncpgConnection
     | AsyncPsycopgConnection
     | AiosqliteConnection
+    | AsyncmyConnection
 )
-
-
-# Drivers: the caller's transaction on a driver's own connection, without SQLAlchemy's.
-# The statement is the store's own, compiled once for each driver. A further driver is a further class in `DRIVERS`.
-
-Result = TypeVar("Result")
 
 
 class CallersTransaction(ABC):
@@ -140,199 +154,3 @@ class CallersTransaction(ABC):
     @abstractmethod
     def after_commit(self, action: Callable[[], None]) -> None:
         """Call the action when the transaction has committed, if that can be known."""
-
-
-class DriverTransaction(CallersTransaction):
-    """The transaction that is open on a driver's connection, or that its next statement opens."""
-
-    types: ClassVar[tuple[str, ...]]  # what it serves, by name: looking must not import a driver
-    dialect_name: str  # SQLAlchemy's
-    paramstyle: ClassVar[str]
-    begin: ClassVar[str]  # how the driver's users begin a transaction
-
-    def __init__(self, connection: Any) -> None:
-        self.connection = connection
-
-    @property
-    def dialect(self) -> Dialect:
-        return dialect_for(self.dialect_name, self.paramstyle)
-
-    def emit(self, store: Store, messages: Sequence[Message], schedule: Schedule) -> bool:
-        if (where := self.not_atomic(store)) is not None:
-            warn_not_atomic(where)
-        written = self.write(store, *store.writing.insert(messages, schedule))
-        if schedule.timer_id is not None and not written:
-            return False
-        self.after_commit(partial(store.queues.announce, None))
-        return True
-
-    def cancel(self, store: Store, timer_id: str) -> bool:
-        if (where := self.not_atomic(store)) is not None:
-            warn_not_atomic(where)
-        return self.write(store, *store.writing.cancel(timer_id)) > 0
-
-    def not_atomic(self, store: Store) -> str | None:
-        if self.commits_by_itself():
-            return f"on a connection without an open transaction; begin one with `{self.begin}`"
-        return None
-
-    def write(self, store: Store, statement: Executable, rows: Rows) -> int:
-        prepared = prepare(statement, tuple(rows[0]), self.dialect)
-        try:
-            return self.execute(prepared.text, [prepared.parameters(row) for row in rows])
-        except Exception as error:
-            explained = store.writing.explained(self.cause(error))
-            if explained is None:
-                raise
-            raise explained from error
-
-    @abstractmethod
-    def commits_by_itself(self) -> bool:
-        """Whether the next statement is committed as soon as it is executed."""
-
-    @abstractmethod
-    def execute(self, text: str, rows: Sequence[Parameters]) -> int:
-        """Execute a statement, several rows as one batch; how many rows it wrote."""
-
-    def cause(self, error: Exception) -> BaseException:
-        """The database's own error."""
-        return error
-
-    # Drivers tell nobody of the end of a transaction.
-
-    def after_commit(self, action: Callable[[], None]) -> None:
-        """Nothing: the next look at the table finds what was written."""
-
-
-class AsyncpgTransaction(DriverTransaction):
-    types = ("asyncpg.connection.Connection", "asyncpg.pool.PoolConnectionProxy")
-    needs_loop = True
-    dialect_name = "postgresql.asyncpg"
-    paramstyle = "numeric_dollar"
-    begin = "async with connection.transaction()"
-
-    def commits_by_itself(self) -> bool:
-        return not self.connection.is_in_transaction()
-
-    def execute(self, text: str, rows: Sequence[Parameters]) -> int:
-        if len(rows) > 1:
-            await_only(self.connection.executemany(text, rows))
-            return len(rows)
-        status: str = await_only(self.connection.execute(text, *rows[0]))  # "INSERT 0 1"
-        return int(status.rpartition(" ")[2])
-
-
-class PsycopgTransaction(DriverTransaction):
-    types = ("psycopg.Connection",)
-    needs_loop = False
-    dialect_name = "postgresql.psycopg"
-    paramstyle = "format"
-    begin = "with connection.transaction()"
-
-    def commits_by_itself(self) -> bool:
-        return libpq_state(self.connection) is TransactionState.AUTOCOMMIT
-
-    def execute(self, text: str, rows: Sequence[Parameters]) -> int:
-        # Not connection.cursor(): its class is the caller's choice, and some of them read other placeholders.
-        with sys.modules["psycopg"].Cursor(self.connection) as cursor:
-            cursor.executemany(text, rows) if len(rows) > 1 else cursor.execute(text, rows[0])
-            if cursor.rowcount < 0:  # a pipeline of the caller's answers when one within it ends
-                with self.connection.pipeline():
-                    pass
-            return int(cursor.rowcount)
-
-
-class AsyncPsycopgTransaction(PsycopgTransaction):
-    types = ("psycopg.AsyncConnection",)
-    needs_loop = True
-    begin = "async with connection.transaction()"
-
-    def execute(self, text: str, rows: Sequence[Parameters]) -> int:
-        async def work() -> int:
-            async with sys.modules["psycopg"].AsyncCursor(self.connection) as cursor:
-                await (cursor.executemany(text, rows) if len(rows) > 1 else cursor.execute(text, rows[0]))
-                if cursor.rowcount < 0:
-                    async with self.connection.pipeline():
-                        pass
-                return int(cursor.rowcount)
-
-        return await_only(work())
-
-
-class SqliteTransaction(DriverTransaction):
-    types = ("sqlite3.Connection",)
-    needs_loop = False
-    dialect_name = "sqlite.pysqlite"
-    paramstyle = "qmark"
-    begin = 'connection.execute("BEGIN IMMEDIATE")'
-
-    def commits_by_itself(self) -> bool:
-        return not self.connection.in_transaction and not begins_by_itself(self.connection)
-
-    def execute(self, text: str, rows: Sequence[Parameters]) -> int:
-        with closing(self.connection.cursor()) as cursor:
-            cursor.executemany(text, rows) if len(rows) > 1 else cursor.execute(text, rows[0])
-            return int(cursor.rowcount)
-
-
-class AiosqliteTransaction(SqliteTransaction):
-    types = ("aiosqlite.core.Connection",)
-    needs_loop = True
-    begin = 'await connection.execute("BEGIN IMMEDIATE")'
-
-    def commits_by_itself(self) -> bool:
-        if self.connection.in_transaction:
-            return False
-        # The attribute may only be read in the connection's own thread.
-        return not await_only(self.connection._execute(begins_by_itself, self.connection._conn))
-
-    def execute(self, text: str, rows: Sequence[Parameters]) -> int:
-        async def work() -> int:
-            batch = len(rows) > 1
-            run = self.connection.executemany(text, rows) if batch else self.connection.execute(text, rows[0])
-            async with run as cursor:
-                return int(cursor.rowcount)
-
-        return await_only(work())
-
-
-class DjangoTransaction(DriverTransaction):
-    types = ("django.db.backends.base.base.BaseDatabaseWrapper", "django.utils.connection.ConnectionProxy")
-    needs_loop = False
-    paramstyle = "format"
-    begin = "with transaction.atomic()"
-
-    _dialect_names: ClassVar[Mapping[str, str]] = {"postgresql": "postgresql.psycopg", "sqlite": "sqlite.pysqlite"}
-
-    def __init__(self, connection: Any) -> None:
-        super().__init__(connection)
-        vendor = str(getattr(connection, "vendor", "no database"))
-        if vendor not in self._dialect_names:
-            known = " and ".join(self._dialect_names)
-            raise TransactionError(f"cannot emit on a Django connection to {vendor}: {known} are known")
-        self.dialect_name = self._dialect_names[vendor]
-
-    def commits_by_itself(self) -> bool:
-        return bool(self.connection.get_autocommit())
-
-    def execute(self, text: str, rows: Sequence[Parameters]) -> int:
-        with self.connection.cursor() as cursor:
-            cursor.executemany(text, rows) if len(rows) > 1 else cursor.execute(text, rows[0])
-            return int(cursor.rowcount)
-
-    def cause(self, error: Exception) -> BaseException:
-        return error.__cause__ or error
-
-    def after_commit(self, action: Callable[[], None]) -> None:
-        if self.connection.in_atomic_block or self.connection.get_autocommit():  # Django refuses it elsewhere
-            self.connection.on_commit(action)
-
-
-DRIVERS: tuple[type[DriverTransaction], ...] = (
-    AsyncpgTransaction,
-    PsycopgTransaction,
-    AsyncPsycopgTransaction,
-    SqliteTransaction,
-    AiosqliteTransaction,
-    DjangoTransaction,
-)

@@ -56,7 +56,7 @@ class SqlBindings:
             if new:
                 self._change_bindings(connection)
                 rows = [{"queue": binding.queue, "binding_key": binding.binding_key} for binding in new]
-                connection.execute(self._dialect.ignoring(table), rows)
+                self._dialect.enter(connection, self._dialect.ignoring(table), rows)
             return bool(new)
 
         if await self._runner.transact(work):
@@ -118,7 +118,7 @@ class SqlBindings:
 
     @kept_property
     def _due_at_once(self) -> Executable:
-        again = update(self._messages).where(self._dialect.among(self._messages.c.id, "ids"))
+        again = self._dialect.update(self._messages).where(self._dialect.among(self._messages.c.id, "ids"))
         return again.values(due_at=self._dialect.clock(), attempts=0)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sqlalchemy import BigInteger, Connection, Executable, Integer, Select, String, Text, delete, insert, select
+from sqlalchemy import BigInteger, Connection, Executable, Integer, Select, String, Text, insert, select
 from sqlalchemy.types import TypeEngine
 
 from outbox.core.kept_property import kept_property
@@ -55,4 +55,4 @@ class SqlBurying:
     @kept_property
     def _gone(self) -> Executable:
         messages = self._tables.messages
-        return delete(messages).where(self._dialect.among(messages.c.id, "ids"))
+        return self._dialect.delete(messages).where(self._dialect.among(messages.c.id, "ids"))

@@ -45,7 +45,7 @@ from outbox.stores.dialect import SqlDialect
 from outbox.stores.leases import unleased
 from outbox.stores.rows import GIVEN, as_seconds, history_line, message_row, placed_row
 from outbox.stores.runner import Runner
-from outbox.stores.tables import NOT_ROUTED, Tables
+from outbox.stores.tables import NOT_ROUTED, TIMER_ONCE, Tables
 
 IN_FAILED_TRANSACTION = "25P02"  # how PostgreSQL refuses everything after a failure
 _ON_DRIVER = "on the driver's own connection"
@@ -136,6 +136,9 @@ class SqlTransactions:
 
     def is_conflict(self, error: BaseException) -> bool:
         return any(map(self._dialect.is_own_conflict, causes(error)))
+
+    def is_read_only(self, error: BaseException) -> bool:
+        return any(map(self._dialect.is_read_only, causes(error)))
 
     def keeps_snapshot(self, connection: Connection) -> bool:
         return self._dialect.keeps_snapshot(connection)
@@ -287,6 +290,9 @@ class SqlWriting:
     def write(self, connection: Connection, statement: Executable, rows: Rows | None = None) -> int:
         return self._callers.write(connection, statement, rows)
 
+    def is_already_there(self, error: BaseException) -> bool:
+        return self._dialect.is_already_there(error)
+
     def explained(self, error: BaseException) -> TransactionError | None:
         return self._dialect.explained(error, self._tables)
 
@@ -301,12 +307,16 @@ class SqlWriting:
 
     @kept_property
     def _cancel(self) -> Executable:
-        return delete(self._messages).where(
-            self._messages.c.timer_id == bindparam("timer_id"),
-            self._messages.c.destination == NOT_ROUTED,
-            self._messages.c.done_at.is_(None),
-            unleased(self._messages, self._dialect.clock()),
-        )
+        free = unleased(self._messages, self._dialect.clock())
+        return delete(self._messages).where(*self._waiting_timer, free)
+
+    @property
+    def _waiting_timer(self) -> tuple[ColumnElement[bool], ...]:
+        """Conditions by which an index finds it."""
+        columns, timer_id = self._messages.c, bindparam("timer_id", type_=String)
+        if TIMER_ONCE in columns:
+            return (columns[TIMER_ONCE] == timer_id,)
+        return columns.timer_id == timer_id, columns.destination == NOT_ROUTED, columns.done_at.is_(None)
 
     def _times(self) -> dict[str, ColumnElement[Any]]:
         given = bindparam("due", type_=DateTime(timezone=True))

@@ -68,7 +68,7 @@ class SqlCircuits:
         )
 
         def work(connection: Connection) -> bool:
-            connection.execute(self._dialect.ignoring(table), closed)
+            self._dialect.enter(connection, self._dialect.ignoring(table), closed)
             return connection.execute(opened).rowcount > 0
 
         return await self._runner.transact(work)

@@ -181,8 +181,15 @@ class SqlClaim:
         return dead
 
     def _take(self, connection: Connection) -> None:
+        self.forget()
         self.take(connection)
         self.unanswered = False
+
+    def forget(self) -> None:
+        """Hold nothing: a transaction that had leased messages was rolled back, and is run again."""
+        self.attempts.clear()
+        self._held.clear()
+        self._unstarted.clear()
 
     def take(self, connection: Connection) -> None:
         """Lease what is due, and hold it. Who began the transaction says that it was answered."""

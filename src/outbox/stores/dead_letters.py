@@ -12,7 +12,6 @@ from sqlalchemy import (
     Executable,
     Text,
     bindparam,
-    delete,
     func,
     insert,
     literal,
@@ -80,17 +79,16 @@ class SqlDeadLetters(DeadLetters):
     async def replay(self, ids: Sequence[int]) -> int:
         chosen = {"ids": self._dialect.listed(list(ids))}
 
-        def work(connection: Connection) -> set[str]:
+        def work(connection: Connection) -> dict[int, str]:
             # The locks of the SELECT hold off a second replay of the same letters until this one has committed.
             found = connection.execute(self._chosen, chosen).all()
             here = {"ids": self._dialect.listed([row.id for row in found])}
             connection.execute(self._revive, here | {"line": history_line("replayed", "attempts start again")})
             connection.execute(self._forget, here)
-            replayed.extend(row.id for row in found)
-            return {row.destination for row in found}
+            return {row.id: row.destination for row in found}
 
-        replayed: list[int] = []
-        self._wakeup.announce(*await self._runner.transact(work))
+        replayed = await self._runner.transact(work)
+        self._wakeup.announce(*set(replayed.values()))
         return len(replayed)
 
     async def discard(self, ids: Sequence[int]) -> int:
@@ -127,4 +125,4 @@ class SqlDeadLetters(DeadLetters):
 
     @kept_property
     def _forget(self) -> Any:
-        return delete(self._table).where(self._dialect.among(self._table.c.id, "ids"))
+        return self._dialect.delete(self._table).where(self._dialect.among(self._table.c.id, "ids"))

@@ -13,18 +13,26 @@ from sqlalchemy import (
     ColumnElement,
     Connection,
     DateTime,
+    Delete,
     Engine,
+    Executable,
     Float,
     FromClause,
     Insert,
     Select,
     Table,
+    Update,
     case,
+    delete,
     literal,
     literal_column,
     null,
+    select,
+    tuple_,
     type_coerce,
+    update,
 )
+from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.types import TypeEngine
 
@@ -35,6 +43,7 @@ from outbox.core.store import Difference, Rows
 from outbox.core.transaction_state import TransactionState
 from outbox.stores.rows import LARGEST, TOO_LARGE, as_seconds
 from outbox.stores.tables import Tables, TableShapes
+from outbox.stores.texts import as_text
 
 
 class SqlDialect(TableShapes, ABC):
@@ -90,9 +99,36 @@ class SqlDialect(TableShapes, ABC):
         """The rows to bind for `records`."""
         return json.dumps(rows)
 
+    def are_among(self, rows: FromClause, *columns: ColumnElement[Any]) -> ColumnElement[bool]:
+        """Whether these columns have the values that one of `records` has under their names."""
+        names = [column.name for column in columns]
+        own = [as_text(column) for column in columns]
+        return tuple_(*own).in_(select(*(rows.c[name] for name in names)))
+
+    def update(self, table: Table) -> Update:
+        """An UPDATE of rows that are found by their primary key, alone, by `among`, or by `records`."""
+        return update(table)
+
+    def delete(self, table: Table) -> Delete:
+        """A DELETE of rows that are found in the same way."""
+        return delete(table)
+
     @abstractmethod
     def ignoring(self, table: Table) -> Insert:
-        """An INSERT that does nothing where a unique index already has the row."""
+        """An INSERT that does nothing where a unique index already has the row; `enter` executes it."""
+
+    def enter(self, connection: Connection, statement: Executable, rows: Any = None) -> int:
+        """Execute what `ignoring` has made, with one row or several; how many rows were new."""
+        try:
+            return connection.execute(statement, rows).rowcount
+        except IntegrityError as error:
+            if error.orig is None or not self.is_already_there(error.orig):
+                raise
+            return 0
+
+    def is_already_there(self, error: BaseException) -> bool:
+        """Whether a driver's own error of such an INSERT says that a unique index has the row."""
+        return False
 
     @abstractmethod
     def ending(self, text: ColumnElement[str], length: int) -> ColumnElement[str]:
@@ -119,7 +155,7 @@ class SqlDialect(TableShapes, ABC):
         """A SELECT that locks what it finds and passes over what others have locked."""
 
     def locking(self, statement: Select[Any], table: Table) -> Select[Any]:
-        """A SELECT that locks the rows of a table that it finds, and waits for whoever has locked them."""
+        """A SELECT that locks the rows of a table that it finds by their primary key, and waits for other locks."""
         return statement.with_for_update()
 
     # A caller's connection.
@@ -134,6 +170,10 @@ class SqlDialect(TableShapes, ABC):
 
     def is_own_conflict(self, error: BaseException) -> bool:
         """Whether a driver's own error says that a transaction could not be fitted between others."""
+        return False
+
+    def is_read_only(self, error: BaseException) -> bool:
+        """Whether a driver's own error says that the server takes no writes."""
         return False
 
     def keeps_snapshot(self, connection: Connection) -> bool:
@@ -182,6 +222,10 @@ class SqlDialect(TableShapes, ABC):
     def findings(self, connection: Connection, tables: Tables) -> Iterable[Finding]:
         """What a doctor should know of the database itself."""
         return ()
+
+    def largest_body(self, connection: Connection) -> int | None:
+        """How many bytes a body may have for the server to take it; None if it sets no limit of its own."""
+        return None
 
     @abstractmethod
     def rows_written(self, connection: Connection, tables: Tables) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from hashlib import sha256
 
-from sqlalchemy import ColumnElement, Connection, Executable, String, bindparam, delete, exists, not_, select, tuple_
+from sqlalchemy import ColumnElement, Connection, Executable, String, bindparam, exists, not_, select
 
 from outbox.core.kept_property import kept_property
 from outbox.core.store import Rows, Seal
@@ -14,7 +14,6 @@ from outbox.stores.callers import CallerConnections
 from outbox.stores.dialect import SqlDialect
 from outbox.stores.runner import Runner
 from outbox.stores.tables import Tables
-from outbox.stores.texts import as_text
 
 COLUMNS = ("queue", "message_id", "entered_at")
 SEALS = "webhook-id"  # in place of a queue, in entries of requests; no message's id in a queue of that name is a digest
@@ -93,7 +92,7 @@ class SqlInbox:
         new = set()
         for message_id in sorted(set(message_ids)):  # in one order for all: of two workers, one waits for the other
             statement, [entry] = self.remember(queue, message_id, also=also)
-            if connection.execute(statement, entry).rowcount:
+            if self._dialect.enter(connection, statement, entry):
                 new.add(message_id)
         return new
 
@@ -102,7 +101,7 @@ class SqlInbox:
         new = set()
         for queue, message_id in sorted(set(entries)):
             entry = {"entered_queue": queue, "entered_id": message_id}
-            if connection.execute(self._one, entry).rowcount:
+            if self._dialect.enter(connection, self._one, entry):
                 new.add((queue, message_id))
         return new
 
@@ -135,16 +134,18 @@ class SqlInbox:
     @kept_property
     def _forget(self) -> Executable:
         named = self._dialect.records("rows", {"message_id": String}).alias("named")
-        return delete(self._inbox).where(
+        return self._dialect.delete(self._inbox).where(
             self._inbox.c.queue == bindparam("queue", type_=String),
-            self._inbox.c.message_id.in_(select(named.c.message_id)),
+            self._dialect.are_among(named, self._inbox.c.message_id),
         )
 
     @kept_property
     def _purge(self) -> Executable:
         named = self._dialect.records("rows", {"queue": String, "message_id": String}).alias("named")
-        entry = tuple_(as_text(self._inbox.c.queue), as_text(self._inbox.c.message_id))
-        return delete(self._inbox).where(entry.in_(select(named.c.queue, named.c.message_id)))
+        columns = self._inbox.c
+        return self._dialect.delete(self._inbox).where(
+            self._dialect.are_among(named, columns.queue, columns.message_id)
+        )
 
 
 def _reading_entry(mark: str, reading: str) -> str:

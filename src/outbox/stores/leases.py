@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import ColumnElement, Table, Uuid, bindparam, case
+from sqlalchemy import ColumnElement, Table, Update, bindparam, case
 
 from outbox.stores.dialect import SqlDialect
 from outbox.stores.rows import LONGEST_HISTORY
@@ -21,7 +21,14 @@ def unleased(messages: Table, moment: ColumnElement[Any]) -> ColumnElement[bool]
 def held(messages: Table, dialect: SqlDialect, name: str = "token") -> ColumnElement[bool]:
     """The fence: the lease is still the one bound under this name, by the database's clock at this very moment."""
     columns = messages.c
-    return (columns.lease_token == bindparam(name, type_=Uuid)) & (columns.lease_until > dialect.clock())
+    return (columns.lease_token == bindparam(name, type_=columns.lease_token.type)) & (
+        columns.lease_until > dialect.clock()
+    )
+
+
+def set_in_order(statement: Update, **values: Any) -> Update:
+    """An UPDATE whose assignments keep this order: some databases read in a later one what an earlier one has set."""
+    return statement.ordered_values(*values.items())
 
 
 def one_more(count: ColumnElement[int]) -> ColumnElement[int]:

@@ -8,12 +8,12 @@ from datetime import timedelta
 from typing import Any
 from uuid import UUID
 
-from sqlalchemy import BindParameter, Connection, Integer, Select, String, Uuid, bindparam, case, null, select, update
+from sqlalchemy import BindParameter, Connection, Integer, Select, String, bindparam, case, null, select
 
 from outbox.core.backoff import Backoff
 from outbox.core.kept_property import kept_property
 from outbox.stores.dialect import SqlDialect
-from outbox.stores.leases import one_less
+from outbox.stores.leases import one_less, set_in_order
 from outbox.stores.runner import Runner
 from outbox.stores.selecting import Tokens
 from outbox.stores.tables import Tables
@@ -81,23 +81,18 @@ class LostClaims:
             .limit(bindparam("most", type_=Integer))
             .subquery("front")
         )
-        return select(front.c.id).where(front.c.lease_token.in_(_tokens()))
+        return select(front.c.id).where(front.c.lease_token.in_(self._tokens))
 
     @kept_property
     def _released(self) -> Any:
         columns = self._messages.c
-        held = columns.lease_token.in_(_tokens()) & (columns.lease_until > self._dialect.clock())
-        started = columns.lease_token == bindparam("token", type_=Uuid)
-        return (
-            update(self._messages)
-            .where(self._dialect.among(columns.id, "ids"), held)
-            .values(
-                starts=case((started, one_less(columns.starts)), else_=columns.starts),
-                lease_token=null(),
-                lease_until=null(),
-            )
-        )
+        held = columns.lease_token.in_(self._tokens) & (columns.lease_until > self._dialect.clock())
+        started = columns.lease_token == bindparam("token", type_=columns.lease_token.type)
+        released = self._dialect.update(self._messages).where(self._dialect.among(columns.id, "ids"), held)
+        starts = case((started, one_less(columns.starts)), else_=columns.starts)
+        return set_in_order(released, starts=starts, lease_token=null(), lease_until=null())
 
-
-def _tokens() -> list[BindParameter[UUID]]:
-    return [bindparam("token", type_=Uuid), bindparam("apart", type_=Uuid)]
+    @property
+    def _tokens(self) -> list[BindParameter[UUID]]:
+        type = self._messages.c.lease_token.type
+        return [bindparam("token", type_=type), bindparam("apart", type_=type)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-from sqlalchemy import Connection, Executable, Select, String, Text, delete, literal, select, update
+from sqlalchemy import Connection, Executable, Select, String, Text, literal, select, update
 
 from outbox.core.attempt import Reason
 from outbox.core.kept_property import kept_property
@@ -131,14 +131,14 @@ class SqlMaintenance:
 
     @kept_property
     def _anew(self) -> Executable:
-        again = update(self._messages).where(self._dialect.among(self._messages.c.id, "ids"))
+        again = self._dialect.update(self._messages).where(self._dialect.among(self._messages.c.id, "ids"))
         return again.values(due_at=self._dialect.clock(), attempts=0, starts=0, unroutable=False)
 
     @kept_property
     def _delete(self) -> Executable:
-        return delete(self._messages).where(self._dialect.among(self._messages.c.id, "ids"))
+        return self._dialect.delete(self._messages).where(self._dialect.among(self._messages.c.id, "ids"))
 
 
 def make_state(connection: Connection, tables: Tables, dialect: SqlDialect) -> None:
     """Make the first row of the state table if it is missing: migrations make tables, not rows."""
-    connection.execute(dialect.ignoring(tables.state), {"id": 1, "bindings_version": 0})
+    dialect.enter(connection, dialect.ignoring(tables.state), {"id": 1, "bindings_version": 0})

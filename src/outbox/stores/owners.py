@@ -69,7 +69,8 @@ class SqlOwners:
 
     def _insert(self, connection: Connection, owners: Mapping[str, str]) -> None:
         for queue in sorted(owners):  # always in the same order: no two processes wait for each other
-            connection.execute(self._dialect.ignoring(self._table), {"queue": queue, "owner": owners[queue]})
+            entry = {"queue": queue, "owner": owners[queue]}
+            self._dialect.enter(connection, self._dialect.ignoring(self._table), entry)
 
     def _read(self, connection: Connection) -> dict[str, str]:
         table = self._table

@@ -111,6 +111,7 @@ class SqlInspection:
             server=self._dialect.server(connection),
             skew=skew(self._dialect, connection),
             findings=tuple(self._dialect.findings(connection, self._tables)),
+            largest_body=self._dialect.largest_body(connection),
         )
 
     def _backlog(self, connection: Connection) -> Backlog:
@@ -243,4 +244,4 @@ def _age(seconds: float | None) -> timedelta | None:
 
 
 def _count(condition: ColumnElement[bool]) -> ColumnElement[int]:
-    return func.coalesce(func.sum(case((condition, 1), else_=0)), 0)
+    return func.count(case((condition, 1)))

@@ -15,12 +15,10 @@ from sqlalchemy import (
     Text,
     bindparam,
     case,
-    delete,
     insert,
     literal,
     null,
     select,
-    update,
 )
 
 from outbox.core.attempt import Dead
@@ -33,7 +31,7 @@ from outbox.stores.bindings import SqlBindings, locked_version
 from outbox.stores.callers import PlacingStatements
 from outbox.stores.claiming import SqlClaim, SqlFeed
 from outbox.stores.dialect import SqlDialect
-from outbox.stores.leases import one_more
+from outbox.stores.leases import one_more, set_in_order
 from outbox.stores.receiving import SqlReceiving
 from outbox.stores.rows import history_line, placed_row
 from outbox.stores.runner import Runner
@@ -69,6 +67,15 @@ class _Round:
                 self.dead[queue] = dead
             self.taken += len(leased)
         self.all_routed = self.taken > 0 and routed.found == self.taken
+
+    def begun_again(self) -> _Round:
+        """The same as it is now, for a transaction that may be run more than once."""
+        again = _Round(self.claims)
+        again.taken, again.routed, again.held = self.taken, self.routed.copy(), self.held.copy()
+        for queue, claim in self.claims.items():
+            if queue not in self.held:
+                claim.forget()
+        return again
 
     def answered(self) -> None:
         for claim in self.claims.values():
@@ -116,7 +123,9 @@ class SqlRouting:
                 await self._route_straight(straight, round)
             if not round.all_routed:
                 rest = Selection(limit=limit - round.taken, lease=NO_DELAY)
-                await self._runner.transact(lambda connection: self._route(connection, rest, unroutable, round))
+                round = await self._runner.transact(
+                    lambda connection: self._route(connection, rest, unroutable, round.begun_again())
+                )
                 round.answered()
         except BaseException as error:
             for claim in round.claims.values():
@@ -158,10 +167,10 @@ class SqlRouting:
             claim = round.claims[queue]
             await self._runner.apply(lambda connection: claim.bury(connection, dead))  # noqa: B023
 
-    def _route(self, connection: Connection, due: Selection, unroutable: Mapping[str, str], round: _Round) -> None:
+    def _route(self, connection: Connection, due: Selection, unroutable: Mapping[str, str], round: _Round) -> _Round:
         rows = self._selecting.search(connection, self._unrouted, due)
         if not rows:
-            return
+            return round
         bindings = self._bindings.of(rows[0].version or 0, connection)
         groups: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
         lost: defaultdict[str, list[int]] = defaultdict(list)
@@ -183,13 +192,14 @@ class SqlRouting:
             connection.execute(self._pause_unroutable, {"ids": self._dialect.listed(ids), "line": line})
             round.unroutable[routing_key] = len(ids)
         if unwanted:
-            gone = delete(self._messages).where(self._dialect.among(self._messages.c.id, "ids"))
+            gone = self._dialect.delete(self._messages).where(self._dialect.among(self._messages.c.id, "ids"))
             connection.execute(gone, {"ids": self._dialect.listed(unwanted)})
             round.discarded = len(unwanted)
         round.taken += len(rows)
         for queue, claim in round.claims.items():
             if round.routed[queue] and queue not in round.held:
                 claim.take(connection)
+        return round
 
     def _send_to(self, connection: Connection, queues: tuple[str, ...], ids: Sequence[int]) -> None:
         """The message stays in its row for one queue, and each further queue gets a copy."""
@@ -203,7 +213,11 @@ class SqlRouting:
     def _move_to(self) -> Executable:
         chosen = self._dialect.among(self._messages.c.id, "ids")
         unleased = {"starts": 0, "lease_token": null(), "lease_until": null()}
-        return update(self._messages).where(chosen).values({**moved(self._dialect, bindparam("queue")), **unleased})
+        return (
+            self._dialect.update(self._messages)
+            .where(chosen)
+            .values({**moved(self._dialect, bindparam("queue")), **unleased})
+        )
 
     @kept_property
     def _copy_to(self) -> Executable:
@@ -223,15 +237,12 @@ class SqlRouting:
     def _pause_unroutable(self) -> Executable:
         columns = self._messages.c
         pause = case((columns.attempts > 8, LONGEST_PAUSE), else_=literal(1).bitwise_lshift(columns.attempts))
-        return (
-            update(self._messages)
-            .where(self._dialect.among(columns.id, "ids"))
-            .values(
-                unroutable=True,
-                attempts=one_more(columns.attempts),
-                due_at=self._dialect.later(self._dialect.clock(), pause),
-                history=case((columns.history.is_(None), bindparam("line", type_=Text)), else_=columns.history),
-            )
+        return set_in_order(
+            self._dialect.update(self._messages).where(self._dialect.among(columns.id, "ids")),
+            unroutable=True,
+            due_at=self._dialect.later(self._dialect.clock(), pause),
+            attempts=one_more(columns.attempts),
+            history=case((columns.history.is_(None), bindparam("line", type_=Text)), else_=columns.history),
         )
 
     @kept_property

@@ -98,6 +98,15 @@ def _is_quiet(driver_connection: Any) -> bool:
     return False
 
 
+def spare(engine: Engine) -> Engine:
+    """An engine that connects exactly as the given one, beside its pool: a full pool cannot block it."""
+    pool = engine.pool.recreate()
+    # No pre-ping: callers retry.
+    pool._pre_ping = False
+    cut_in_children(pool)
+    return Engine(pool, engine.dialect, engine.url, hide_parameters=engine.hide_parameters)
+
+
 Result = TypeVar("Result")
 
 WORK_WITHIN = 40.0  # seconds for a statement of ours: longer than SQLite waits for its turn, shorter than a lease
@@ -105,7 +114,10 @@ LOOK_WITHIN = 300.0  # seconds for looking, which may have to count millions
 
 
 class Runner(ABC):
-    """How work reaches a database. Work is a function of a plain connection."""
+    """How work reaches a database. Work is a function of a plain connection.
+
+    Where transactions conflict, it runs again: what it changes outside of the database it begins anew each time.
+    """
 
     writes_side_by_side: ClassVar[bool] = True  # whether two transactions can write at the same time
 

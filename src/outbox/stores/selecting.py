@@ -19,21 +19,19 @@ from sqlalchemy import (
     Integer,
     Row,
     Select,
-    Uuid,
     bindparam,
     case,
     cast,
     func,
     not_,
     select,
-    update,
 )
 
 from outbox.core.durations import EARLIEST
 from outbox.core.kept_property import kept_property
 from outbox.core.store import Selection, Suspected
 from outbox.stores.dialect import SqlDialect
-from outbox.stores.leases import one_more, unleased
+from outbox.stores.leases import one_more, set_in_order, unleased
 from outbox.stores.rows import CLAIMED, ClaimedRow, as_seconds
 from outbox.stores.runner import Runner
 from outbox.stores.tables import NOT_ROUTED, Tables
@@ -173,6 +171,9 @@ class SqlSelecting:
     @kept_property
     def due(self) -> Select[Any]:
         """Due messages of a destination in the order in which they are claimed, locked as they are found."""
+        return self._due()
+
+    def _due(self) -> Select[Any]:
         columns = self._messages.c
         suspected = columns.starts > columns.attempts  # some start of it never ended
         since = bindparam("since", type_=DateTime(timezone=True))
@@ -212,18 +213,16 @@ class SqlSelecting:
 
     def _leasing(self, chosen: ColumnElement[bool]) -> Any:
         """Leases rows. Isolated attempts are leased by a token of their own, and their start is not counted yet."""
-        columns, apart = self._messages.c, bindparam("apart", type_=Uuid)
+        columns = self._messages.c
+        apart = bindparam("apart", type_=columns.lease_token.type)
         in_time = columns.expires_at.is_(None) | (columns.expires_at > self._dialect.now())
         crashes = cast(columns.starts, BigInteger) - columns.attempts  # a row may hold whatever fits into its columns
         isolated = (crashes == bindparam("isolated_at", type_=Integer)) & in_time
-        return (
-            update(self._messages)
-            .where(chosen)
-            .values(
-                lease_token=case((isolated, apart), else_=bindparam("token", type_=Uuid)),
-                lease_until=self._lease_until,
-                starts=case((isolated, columns.starts), else_=one_more(columns.starts)),
-            )
+        return set_in_order(
+            self._dialect.update(self._messages).where(chosen),
+            lease_token=case((isolated, apart), else_=bindparam("token", type_=columns.lease_token.type)),
+            lease_until=self._lease_until,
+            starts=case((isolated, columns.starts), else_=one_more(columns.starts)),
         )
 
     @property
@@ -232,7 +231,8 @@ class SqlSelecting:
 
     @property
     def _isolated(self) -> ColumnElement[bool]:
-        return self._messages.c.lease_token == bindparam("apart", type_=Uuid)
+        token = self._messages.c.lease_token
+        return token == bindparam("apart", type_=token.type)
 
     def _told(self, isolated: ColumnElement[Any]) -> list[ColumnElement[Any]]:
         """What is told of leased rows."""

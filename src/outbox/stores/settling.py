@@ -19,12 +19,9 @@ from sqlalchemy import (
     Uuid,
     bindparam,
     case,
-    delete,
     func,
     null,
     select,
-    tuple_,
-    update,
 )
 
 from outbox.core.attempt import Reason
@@ -33,7 +30,7 @@ from outbox.core.kept_property import kept_property
 from outbox.core.store import Lease, Rows
 from outbox.stores.callers import CallerConnections
 from outbox.stores.dialect import SqlDialect
-from outbox.stores.leases import held, one_less, one_more, with_line
+from outbox.stores.leases import held, one_less, one_more, set_in_order, with_line
 from outbox.stores.tables import Tables
 
 Fetch = Callable[[Connection, Executable, Mapping[str, Any]], Sequence[Sequence[Any]]]
@@ -91,7 +88,7 @@ class SqlSettling:
         return set(found)
 
     def _as_records(self, leases: Sequence[Lease]) -> str:
-        return self._dialect.json([{"id": lease.id, "token": lease.token.hex} for lease in leases])
+        return self._dialect.json([{"id": lease.id, "lease_token": lease.token.hex} for lease in leases])
 
     @kept_property
     def _held_leases(self) -> Select[Any]:
@@ -101,8 +98,8 @@ class SqlSettling:
     @property
     def _own_leases(self) -> ColumnElement[bool]:
         columns = self._messages.c
-        leases = self._dialect.records("rows", {"id": BigInteger, "token": Uuid}).alias("leases")
-        return tuple_(columns.id, columns.lease_token).in_(select(leases.c.id, leases.c.token))
+        leases = self._dialect.records("rows", {"id": BigInteger, "lease_token": Uuid}).alias("leases")
+        return self._dialect.are_among(leases, columns.id, columns.lease_token)
 
     @property
     def _in_time(self) -> ColumnElement[bool]:
@@ -123,9 +120,9 @@ class SqlSettling:
 
     def _done(self, chosen: ColumnElement[bool]) -> Any:
         if self._clean_up_after == IMMEDIATELY:
-            return delete(self._messages).where(chosen)
+            return self._dialect.delete(self._messages).where(chosen)
         return (
-            update(self._messages)
+            self._dialect.update(self._messages)
             .where(chosen)
             .values(
                 done_at=self._dialect.clock(),
@@ -139,16 +136,13 @@ class SqlSettling:
     def retry(self) -> FencedChange:
         columns = self._messages.c
         rows = self._dialect.records("rows", {"id": BigInteger, "delay": Float, "line": Text}).alias("settled")
-        change = (
-            update(self._messages)
-            .where(columns.id == rows.c.id)
-            .values(
-                **self._put_off(rows.c.delay),
-                attempts=one_more(columns.attempts),
-                history=with_line(self._dialect, columns.history, rows.c.line),
-                lease_token=null(),
-                lease_until=null(),
-            )
+        change = set_in_order(
+            self._dialect.update(self._messages).where(columns.id == rows.c.id),
+            **self._put_off(rows.c.delay),
+            attempts=one_more(columns.attempts),
+            history=with_line(self._dialect, columns.history, rows.c.line),
+            lease_token=null(),
+            lease_until=null(),
         )
         return self._fenced(change, self._held)
 
@@ -172,7 +166,7 @@ class SqlSettling:
     def release(self) -> FencedChange:
         columns = self._messages.c
         change = (
-            update(self._messages)
+            self._dialect.update(self._messages)
             .where(self._by_ids)
             .values(starts=one_less(columns.starts), lease_token=null(), lease_until=null())
         )
@@ -183,11 +177,11 @@ class SqlSettling:
         """From now on it is leased like the others, and its start is counted."""
         columns = self._messages.c
         return (
-            update(self._messages)
+            self._dialect.update(self._messages)
             .where(columns.id == bindparam("row_id"), self._held_apart)
             .values(
                 starts=one_more(columns.starts),
-                lease_token=bindparam("token", type_=Uuid),
+                lease_token=bindparam("token", type_=columns.lease_token.type),
                 lease_until=self._dialect.later(self._dialect.clock(), bindparam("lease", type_=Float)),
             )
         )
@@ -199,9 +193,8 @@ class SqlSettling:
         rows = self._dialect.records("rows", {"id": BigInteger, "delay": Float}).alias("settled")
         later = self._put_off(rows.c.delay)
         kept = {name: case((rows.c.delay > 0.0, value), else_=columns[name]) for name, value in later.items()}
-        change = (
-            update(self._messages).where(columns.id == rows.c.id).values(**kept, lease_token=null(), lease_until=null())
-        )
+        change = self._dialect.update(self._messages).where(columns.id == rows.c.id)
+        change = set_in_order(change, **kept, lease_token=null(), lease_until=null())
         return self._fenced(change, self._held_apart)
 
     @kept_property
@@ -209,15 +202,12 @@ class SqlSettling:
         """A release after which a row is due only later."""
         columns = self._messages.c
         rows = self._dialect.records("rows", {"id": BigInteger, "delay": Float}).alias("settled")
-        change = (
-            update(self._messages)
-            .where(columns.id == rows.c.id)
-            .values(
-                **self._put_off(rows.c.delay),
-                starts=one_less(columns.starts),
-                lease_token=null(),
-                lease_until=null(),
-            )
+        change = set_in_order(
+            self._dialect.update(self._messages).where(columns.id == rows.c.id),
+            **self._put_off(rows.c.delay),
+            starts=one_less(columns.starts),
+            lease_token=null(),
+            lease_until=null(),
         )
         return self._fenced(change, self._held)
 
@@ -225,8 +215,8 @@ class SqlSettling:
         """A message is as old as when it was due at first: a copy of it may have arrived then."""
         columns = self._messages.c
         return {
-            "due_at": self._dialect.later(self._dialect.clock(), delay),
             "first_due_at": func.coalesce(columns.first_due_at, columns.due_at),
+            "due_at": self._dialect.later(self._dialect.clock(), delay),
         }
 
     @kept_property
@@ -240,7 +230,7 @@ class SqlSettling:
     @property
     def _renewal(self) -> Any:
         until = self._dialect.later(self._dialect.clock(), bindparam("lease", type_=Float))
-        return update(self._messages).values(lease_until=until)
+        return self._dialect.update(self._messages).values(lease_until=until)
 
     def _fenced(self, change: Any, fence: ColumnElement[bool]) -> FencedChange:
         return self.change_class(self._dialect, self._messages, change, fence)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
+from uuid import UUID
 
 from sqlalchemy import (
     BigInteger,
@@ -28,11 +29,13 @@ from sqlalchemy import (
     false,
     text,
 )
+from sqlalchemy.sql.visitors import iterate
 from sqlalchemy.types import TypeEngine
 
 from outbox.core.errors import ConfigurationError
 from outbox.stores.texts import compared_as_text
 
+TIMER_ONCE = "timer_once"  # where a column is computed so that a timer is unique while it waits
 NOT_ROUTED = ""  # a destination that equals something can be searched in index order; IS NULL could not
 
 # The rows of a queue live for milliseconds: vacuum must come by the thousand rows, not by the fifth of a table.
@@ -81,9 +84,14 @@ class TableShapes:
         """Of bodies, which may have many megabytes."""
         return LargeBinary()
 
+    def token_type(self) -> TypeEngine[UUID]:
+        """Of the tokens of leases."""
+        return Uuid()
+
     def index(self, table: Table, name: str, where: Condition, *columns: ColumnElement[Any]) -> None:
-        """An index for rows of which a condition holds; it may hold all others too."""
-        Index(f"{table.name}_{name}", *columns)
+        """An index for rows of which a condition holds. It holds all others too, behind the column that tells them."""
+        told = table.c[where.text] if isinstance(where, TextClause) else _column_of(where)
+        Index(f"{table.name}_{name}", *([] if told in columns else [told]), *columns)
 
     def unique_while(self, table: Table, name: str, where: str, column: Column[Any]) -> None:
         """Let a value be there once among the rows of which a condition holds, and as often as it likes elsewhere.
@@ -107,6 +115,12 @@ class PartialIndexes(TableShapes):
         # For PostgreSQL with its type, so that no operator of another role fits better than its own.
         typed, untyped = text(where.replace("destination", "destination::text")), text(where)
         Index(f"{table.name}_{name}", column, unique=True, postgresql_where=typed, sqlite_where=untyped)
+
+
+def _column_of(condition: Condition) -> Column[Any]:
+    """The column of which a condition tells whether it is NULL."""
+    [found] = [element for element in iterate(condition) if isinstance(element, Column)]
+    return found
 
 
 PARTIAL_INDEXES = PartialIndexes()
@@ -210,7 +224,7 @@ def _messages(metadata: MetaData, name: str, shapes: TableShapes) -> Table:
         Column("id", shapes.id_type(), Identity(), primary_key=True),
         Column("done_at", shapes.time_type()),  # sent by a relay or handled by a worker, and kept
         Column("lease_until", shapes.time_type()),
-        Column("lease_token", Uuid),
+        Column("lease_token", shapes.token_type()),
         Column("unroutable", Boolean, nullable=False, server_default=false()),
         *message_columns(shapes),
         sqlite_autoincrement=True,

@@ -38,7 +38,8 @@ from outbox.core.reaching import REFUSED, sql_state
 from outbox.core.store import Rows
 from outbox.stores.callers import CallerConnections, execute, naming, qualified
 from outbox.stores.dialect import SqlDialect, tables_missing
-from outbox.stores.postgresql.connection import explained, spare
+from outbox.stores.postgresql.connection import explained
+from outbox.stores.runner import spare
 from outbox.stores.tables import Tables
 
 # Places: the database and the schema in which the tables are, found once and then always written.

@@ -14,7 +14,7 @@ from sqlalchemy.util import await_only
 
 from outbox.core.errors import ConfigurationError
 from outbox.core.prepared import dialect_for, prepare
-from outbox.stores.runner import WORK_WITHIN, Runner, cut_in_children
+from outbox.stores.runner import WORK_WITHIN, Runner, spare
 
 # Pooling: what a connection pooler such as PgBouncer asks of a driver when any transaction may run on any connection.
 # Nothing of ours outlives a transaction: no session's lock, no SET, no temporary table. What is left are prepared
@@ -58,15 +58,6 @@ def _mixed_up(error: Exception) -> bool:
     # An error while a connection is made is the driver's own, not wrapped by SQLAlchemy.
     original = getattr(error, "orig", None) or error
     return getattr(original, "sqlstate", None) in _MIXED_UP and "prepared statement" in str(original)
-
-
-def spare(engine: Engine) -> Engine:
-    """An engine that connects exactly as the given one, beside its pool: a full pool cannot block it."""
-    pool = engine.pool.recreate()
-    # No pre-ping: callers retry.
-    pool._pre_ping = False
-    cut_in_children(pool)
-    return Engine(pool, engine.dialect, engine.url, hide_parameters=engine.hide_parameters)
 
 
 # Connection: asyncpg spoken to directly, for the statements that a message waits for.

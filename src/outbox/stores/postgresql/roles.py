@@ -8,30 +8,9 @@ from dataclasses import dataclass
 from sqlalchemy import MetaData, Table
 from sqlalchemy.dialects import postgresql
 
+from outbox.stores.rights import ROLES, rights_of
 from outbox.stores.rows import EMITTED
 from outbox.stores.tables import LONGEST_SCHEMA, Tables, check_identifier
-
-ROLES = {
-    "producer": "emits",
-    "relay": "routes messages or hands them to the transport, and cleans up",
-    "worker": "does what a relay does, and serves listeners",
-    "operator": "runs the other commands: status, messages, dead-letters, queues, tables, doctor",
-}
-
-# What changes on a message's way. The message itself, from its routing key to its body, does not.
-_CHANGING = (
-    "done_at",
-    "lease_until",
-    "lease_token",
-    "unroutable",
-    "due_at",
-    "first_due_at",
-    "routed_at",
-    "attempts",
-    "starts",
-    "destination",
-    "history",
-)
 
 # The default before PostgreSQL 15 lets every role put functions and operators in the way of other roles' statements.
 _CLOSED = (
@@ -60,7 +39,7 @@ def roles_sql(tables: Tables, prefix: str) -> str:
     parts = ["\n".join(_make(names[kind]) for kind in ROLES), _CLOSED, _usage(tables, list(names.values()))]
     for kind, task in ROLES.items():
         lines = [f"-- {names[kind]} {task}.", *_emits(tables, kind, names[kind])]
-        lines += [grant.to(names[kind]) for grant in _grants(tables, kind)]
+        lines += [grant.to(names[kind]) for grant in [Grant(*each) for each in rights_of(tables, kind)]]
         parts.append("\n".join([*lines, *_notes(tables, kind, names[kind])]))
     return "\n\n".join(parts)
 
@@ -94,39 +73,6 @@ def _emits(tables: Tables, kind: str, role: str) -> Iterator[str]:
 
 def revoke_insert(tables: Tables, role: str) -> str:
     return f"REVOKE INSERT ON {_preparer.format_table(tables.messages)} FROM {_preparer.quote(role)};"
-
-
-def _grants(tables: Tables, kind: str) -> list[Grant]:
-    changes = f"UPDATE ({', '.join(_CHANGING)})"
-    # Locking a row asks for the right to update, be it of a single column.
-    works = [
-        Grant(f"SELECT, INSERT, DELETE, {changes}", tables.messages),
-        Grant("INSERT", tables.dead_letters),
-        Grant("SELECT, INSERT, UPDATE (state, failures, paused_until, error, refusing_since)", tables.circuits),
-        Grant("SELECT, INSERT", tables.owners),
-    ]
-    match kind:
-        case "producer":
-            return [Grant("SELECT (id, asleep_until)", tables.state)]
-        case "relay":
-            inbox = "SELECT, DELETE, UPDATE (entered_at)"
-            state = "SELECT, INSERT, UPDATE (transport, asleep_until)"
-            others = [Grant("SELECT", tables.bindings), Grant(inbox, tables.inbox), Grant(state, tables.state)]
-            return [*works, *others]
-        case "worker":
-            inbox = "SELECT, INSERT, DELETE, UPDATE (entered_at)"
-            state = "SELECT, INSERT, UPDATE (transport, bindings_version, asleep_until)"
-            others = [Grant("SELECT, INSERT", tables.bindings), Grant(inbox, tables.inbox), Grant(state, tables.state)]
-            return [*works, *others]
-        case _:
-            return [
-                Grant("SELECT, INSERT", tables.messages),
-                Grant("SELECT, DELETE, UPDATE (died_at)", tables.dead_letters),
-                Grant("SELECT, DELETE", tables.bindings),
-                Grant("SELECT", tables.circuits),
-                Grant("SELECT, DELETE", tables.owners),
-                Grant("SELECT, INSERT, UPDATE (transport, bindings_version)", tables.state),
-            ]
 
 
 def _notes(tables: Tables, kind: str, role: str) -> Iterator[str]:

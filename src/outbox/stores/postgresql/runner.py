@@ -14,8 +14,8 @@ from outbox.core.loops import LoopLocal, finish
 from outbox.stores.dialect import SqlDialect
 from outbox.stores.postgresql import notifying_thread
 from outbox.stores.postgresql.callers import Places
-from outbox.stores.postgresql.connection import DirectConnection, explained, fetched, spare
-from outbox.stores.runner import WORK_WITHIN, Runner
+from outbox.stores.postgresql.connection import DirectConnection, explained, fetched
+from outbox.stores.runner import WORK_WITHIN, Runner, spare
 from outbox.stores.tables import Tables
 
 Result = TypeVar("Result")

@@ -19,12 +19,15 @@ The first rung of the ladder that holds is taken:
     with PgBouncer(server.url) as pooler:   # always private, in front of any PostgreSQL
         connect(pooler.url)
 
+    with mariadb() as server:               # by the ladder; MariaDB() is always private
+        connect(server.url)
+
     with rabbitmq() as broker:              # by the ladder, like RabbitMQ() always private
         connect(broker.url)
 
 Nothing else in `outbox.testing` imports this package: who starts no server pays for none of it.
-`python -m outbox.testing.servers postgresql` runs one until Ctrl-C, as does `rabbitmq`; with `--download` it may
-download packages.
+`python -m outbox.testing.servers postgresql` runs one until Ctrl-C, as do `mariadb` and `rabbitmq`; with `--download`
+it may download packages.
 """
 
 import os
@@ -34,6 +37,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from outbox.testing.servers.ladder import ServerMissing
+from outbox.testing.servers.mariadb_server import MariaDB
 from outbox.testing.servers.pgbouncer import PgBouncer
 from outbox.testing.servers.postgresql_server import PostgreSQL
 from outbox.testing.servers.programs import ServerFailed
@@ -41,12 +45,14 @@ from outbox.testing.servers.rabbitmq_server import RabbitMQ
 
 __all__ = [
     "GivenServer",
+    "MariaDB",
     "PgBouncer",
     "PostgreSQL",
     "RabbitMQ",
     "Server",
     "ServerFailed",
     "ServerMissing",
+    "mariadb",
     "postgresql",
     "rabbitmq",
 ]
@@ -82,6 +88,17 @@ def postgresql(*, fsync: bool = False, settings: Mapping[str, str] | None = None
 
 
 @contextmanager
+def mariadb(*, fsync: bool = False, settings: Mapping[str, str] | None = None) -> Iterator[Server]:
+    """A MariaDB by the ladder; the options are for a private one."""
+    given = _given("mariadb")
+    if given:
+        yield given
+    else:
+        with MariaDB(fsync=fsync, settings=settings) as server:
+            yield server
+
+
+@contextmanager
 def rabbitmq(*, settings: Mapping[str, str] | None = None) -> Iterator[Server]:
     """A RabbitMQ by the ladder; the options are for a private one."""
     given = _given("rabbitmq")
@@ -98,4 +115,8 @@ def _given(name: str) -> GivenServer | None:
     return GivenServer(url, f"named by {variable}") if url else None
 
 
-SERVERS: Mapping[str, Callable[[], AbstractContextManager[Server]]] = {"postgresql": postgresql, "rabbitmq": rabbitmq}
+SERVERS: Mapping[str, Callable[[], AbstractContextManager[Server]]] = {
+    "mariadb": mariadb,
+    "postgresql": postgresql,
+    "rabbitmq": rabbitmq,
+}

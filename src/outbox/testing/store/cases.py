@@ -97,6 +97,7 @@ class StoreCases:
     """What every group of cases has at hand."""
 
     writes_side_by_side = True  # whether two transactions of the database can write at the same time
+    wakes_other_processes = True  # whether a wait ends when another process has committed a message
 
     @pytest.fixture
     async def store(self, make_store: MakeStore) -> Store:
