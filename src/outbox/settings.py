@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
@@ -22,11 +23,12 @@ from outbox.core.errors import ConfigurationError, TimeInvalid
 from outbox.core.events import Observer
 from outbox.core.message import LARGEST_BODY, LARGEST_READ
 from outbox.core.retry import RetryDelays, RetryPolicy, as_retry_policy
-from outbox.core.store import DISCARD
 from outbox.core.urls import check_credentials
 from outbox.core.webhooks import Secrets
 from outbox.environment import (
     by_first_name,
+    checked_routes,
+    checked_unroutable,
     durations,
     json_object,
     option,
@@ -48,6 +50,9 @@ _INSTEAD = {
     "transport": "routes",
     "routes": "transport",
 }
+
+
+FEEDS = ("table", "wal")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -155,6 +160,30 @@ class Settings:
         "connection that the first of them makes. Set it to False where a process may have neither; messages are found "
         "within `poll_interval` then.",
         parse=truth,
+    )
+    relay_from: str = option(
+        "table",
+        "Where a relay has its messages from: `table` polls, `wal` reads PostgreSQL's write-ahead log, in commit order "
+        "and milliseconds after the commit. Make slot and publication with `outbox wal create` first.",
+        parse=str,
+    )
+    wal_url: str | None = option(
+        None,
+        "The database as the role that reads the write-ahead log reaches it, if not by `db_engine_url`: it needs "
+        "REPLICATION, and no pooler in between.",
+        shown="the database's URL",
+        parse=str,
+    )
+    wal_slot: str | None = option(
+        None,
+        "The replication slot and the publication. Slots are unique on a server: set it if the derived name is taken.",
+        shown="from the names of database and table",
+        parse=str,
+    )
+    slot_in_use_delay: Seconds = option(
+        1.0,
+        "Pause of a relay that stands by while another one has the slot. After other errors it is `restart_delay`.",
+        parse=parse_duration,
     )
     batch_size: int = option(
         500,
@@ -295,8 +324,9 @@ class Settings:
         self._set("relay_retry_delays", endless if relay is None else as_retry_policy(relay))
         if self.restart_delay is not None:
             check_restart_delay(self.restart_delay)
-        self._check_unroutable()
-        self._check_routes()
+        self._set("unroutable", checked_unroutable(self.unroutable))
+        self._set("routes", checked_routes(self.routes))
+        self._check_log()
         self._check_rebinding()
         self._check_credentials()
 
@@ -345,25 +375,15 @@ class Settings:
         if name == "inbox_retention" and value in (IMMEDIATELY, timedelta(0)):
             raise ConfigurationError("inbox_retention=IMMEDIATELY would forget a message before its copy arrives")
 
-    def _check_unroutable(self) -> None:
-        if self.unroutable is not None and not isinstance(self.unroutable, Mapping):
-            raise ConfigurationError('unroutable is a mapping such as {"audit.#": "discard"}')
-        rules = dict(self.unroutable or {})
-        for pattern, action in rules.items():
-            check_name(pattern, "binding key of unroutable")
-            if action != DISCARD:
-                raise ConfigurationError(f"unroutable={{{pattern!r}: {action!r}}}: the only action is {DISCARD!r}")
-        self._set("unroutable", rules)
-
-    def _check_routes(self) -> None:
-        if self.routes is not None and not isinstance(self.routes, Mapping):
-            raise ConfigurationError('routes is a mapping such as {"order.*": "https://…"}')
-        if self.routes is not None and not self.routes:
-            raise ConfigurationError("routes names no destination: add one, or leave routes out if there is to be none")
-        routes = dict(self.routes or {})
-        for pattern in routes:
-            check_name(pattern, "binding key of routes")
-        self._set("routes", routes)
+    def _check_log(self) -> None:
+        """What reads the write-ahead log, or why it cannot be read as it is set."""
+        if self.relay_from not in FEEDS:
+            raise ConfigurationError(f"relay_from={self.relay_from!r}: {' or '.join(map(repr, FEEDS))}")
+        if self.wal_slot is not None and not re.fullmatch(r"[a-z0-9_]{1,63}", str(self.wal_slot)):
+            raise ConfigurationError(f"wal_slot={self.wal_slot!r}: up to 63 lower-case letters, digits and underscores")
+        self._set("slot_in_use_delay", self._checked("slot_in_use_delay", as_lifetime))
+        if self.wal_url is not None and not isinstance(self.wal_url, str | URL):
+            raise ConfigurationError(f"wal_url={type(self.wal_url).__name__}: a URL")
 
     def _check_rebinding(self) -> None:
         if not isinstance(self.rebind_queues, bool):
