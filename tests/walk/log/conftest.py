@@ -23,15 +23,22 @@ class Place:
         self.opened.set()
         self._came = asyncio.Event()
         self.asked: list[str] = []
+        self.held = ""
+        self._released = asyncio.Event()
 
     async def publish(self, message: Message) -> None:
         body = message.body.decode()
         self.asked.append(body)
         await self.opened.wait()
+        if body == self.held:
+            await self._released.wait()
         if body in self.refused:
             raise ValueError("no")
         self.bodies.append(body)
         self._came.set()
+
+    def release(self) -> None:
+        self._released.set()
 
     async def until(self, count: int) -> list[str]:
         async with asyncio.timeout(20):

@@ -118,6 +118,7 @@ class LogStream:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Hold the slot, or wait for it, until `stop`. What was claimed is settled first."""
+        waking = self._loop.create_task(self._wake(stop), name="outbox log stop")
         try:
             while not stop.is_set():
                 try:
@@ -129,7 +130,12 @@ class LogStream:
                     self._outage.struck(error, timedelta(seconds=pause))
                     await _sleep(stop, pause)
         finally:
+            waking.cancel()
             await self._feed.writer.close()
+
+    async def _wake(self, stop: asyncio.Event) -> None:
+        await stop.wait()
+        self._feed.changed.set()
 
     async def _session(self, stop: asyncio.Event) -> None:
         connection = await ReplicationConnection.open(self._url, self._slot.application)
