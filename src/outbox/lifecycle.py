@@ -175,7 +175,7 @@ async def log_reader(parts: Parts, transport: Transport) -> LogReader | None:
             "routed in the database"
         )
     reader = parts.log_reader()
-    await reader.check()
+    await reader.begin()
     return reader
 
 

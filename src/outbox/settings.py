@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
@@ -21,6 +20,7 @@ from outbox.core.cloudevents import check_source
 from outbox.core.durations import IMMEDIATELY, NEVER, Retention, Seconds, as_delay, as_lifetime, parse_duration
 from outbox.core.errors import ConfigurationError, TimeInvalid
 from outbox.core.events import Observer
+from outbox.core.log import check_log_settings
 from outbox.core.message import LARGEST_BODY, LARGEST_READ
 from outbox.core.retry import RetryDelays, RetryPolicy, as_retry_policy
 from outbox.core.urls import check_credentials
@@ -50,9 +50,6 @@ _INSTEAD = {
     "transport": "routes",
     "routes": "transport",
 }
-
-
-FEEDS = ("table", "wal")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -293,7 +290,7 @@ class Settings:
             check_name(self.service, "service")
         if self.webhook_secrets is not None:
             self._set("webhook_secrets", Secrets.of(self.webhook_secrets))
-        for name in ("poll_interval", "lease"):
+        for name in ("poll_interval", "lease", "slot_in_use_delay"):
             self._set(name, self._checked(name, as_lifetime))
         for name in ("grace", "fresh_dead_letters"):
             self._set(name, self._checked(name, as_delay))
@@ -326,7 +323,7 @@ class Settings:
             check_restart_delay(self.restart_delay)
         self._set("unroutable", checked_unroutable(self.unroutable))
         self._set("routes", checked_routes(self.routes))
-        self._check_log()
+        check_log_settings(self.relay_from, self.wal_slot, self.wal_url)
         self._check_rebinding()
         self._check_credentials()
 
@@ -374,16 +371,6 @@ class Settings:
             raise ConfigurationError(f"{name}={value!r}: IMMEDIATELY, NEVER, or a timedelta")
         if name == "inbox_retention" and value in (IMMEDIATELY, timedelta(0)):
             raise ConfigurationError("inbox_retention=IMMEDIATELY would forget a message before its copy arrives")
-
-    def _check_log(self) -> None:
-        """What reads the write-ahead log, or why it cannot be read as it is set."""
-        if self.relay_from not in FEEDS:
-            raise ConfigurationError(f"relay_from={self.relay_from!r}: {' or '.join(map(repr, FEEDS))}")
-        if self.wal_slot is not None and not re.fullmatch(r"[a-z0-9_]{1,63}", str(self.wal_slot)):
-            raise ConfigurationError(f"wal_slot={self.wal_slot!r}: up to 63 lower-case letters, digits and underscores")
-        self._set("slot_in_use_delay", self._checked("slot_in_use_delay", as_lifetime))
-        if self.wal_url is not None and not isinstance(self.wal_url, str | URL):
-            raise ConfigurationError(f"wal_url={type(self.wal_url).__name__}: a URL")
 
     def _check_rebinding(self) -> None:
         if not isinstance(self.rebind_queues, bool):

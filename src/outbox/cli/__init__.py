@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from outbox.cli import dead_letters, demo, doctor, messages, queues, relay, status, tables, topology, worker
+from outbox.cli import dead_letters, demo, doctor, messages, queues, relay, status, tables, topology, wal, worker
 from outbox.cli.exits import ExitCode, in_words, reported
 from outbox.cli.secrets import redacted
 from outbox.cli.words import lines
@@ -61,6 +61,7 @@ app.add_typer(messages.app, name="messages")
 app.add_typer(dead_letters.app, name="dead-letters")
 app.add_typer(queues.app, name="queues")
 app.add_typer(tables.app, name="tables")
+app.add_typer(wal.app, name="wal")
 app.command(short_help="Print what listeners need at RabbitMQ.")(topology.topology)
 app.command(short_help="Show the library at work, on SQLite.")(demo.demo)
 

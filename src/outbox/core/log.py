@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -11,7 +12,22 @@ from sqlalchemy import URL
 
 from outbox.core.backoff import RestartDelay
 from outbox.core.claim import Feed
+from outbox.core.errors import ConfigurationError
 from outbox.core.events import Observer
+
+FEEDS = ("table", "wal")  # where a relay may have its messages from
+
+_SLOT = re.compile(r"[a-z0-9_]{1,63}")
+
+
+def check_log_settings(relay_from: object, slot: object, url: object) -> None:
+    """Refuse what names no feed, and what PostgreSQL takes for no slot's name."""
+    if relay_from not in FEEDS:
+        raise ConfigurationError(f"relay_from={relay_from!r}: {' or '.join(map(repr, FEEDS))}")
+    if slot is not None and not (isinstance(slot, str) and _SLOT.fullmatch(slot)):
+        raise ConfigurationError(f"wal_slot={slot!r}: up to 63 lower-case letters, digits and underscores")
+    if url is not None and not isinstance(url, str | URL):
+        raise ConfigurationError(f"wal_url={type(url).__name__}: a URL")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +92,8 @@ class LogReader(Protocol):
     @property
     def feed(self) -> Feed: ...
 
-    async def check(self) -> None:
-        """ConfigurationError if it cannot begin: nothing is streamed for this."""
+    async def begin(self) -> None:
+        """ConfigurationError if the log cannot be read. From now on relays that poll the table are refused."""
         ...
 
     async def run(self, stop: asyncio.Event) -> None:

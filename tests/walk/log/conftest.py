@@ -76,7 +76,7 @@ async def make(log_url: str, table_name: str, place: Place, recorder: Recorder) 
         return made[-1]
 
     yield make
-    administration = make()._parts.log_administration()
+    administration = make().wal
     async with asyncio.timeout(20):
         while True:
             try:
@@ -92,7 +92,7 @@ async def make(log_url: str, table_name: str, place: Place, recorder: Recorder) 
 async def outbox(make: Callable[..., Outbox]) -> Outbox:
     outbox = make()
     await outbox.create_tables()
-    await outbox._parts.log_administration().create()
+    await outbox.wal.create()
     return outbox
 
 

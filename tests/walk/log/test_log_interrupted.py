@@ -20,7 +20,7 @@ from .conftest import Place
 
 
 async def confirmed(outbox: Outbox) -> int:
-    status = await outbox._parts.log_administration().status()
+    status = await outbox.wal.status()
     return as_position(status.confirmed or "0/0")
 
 
@@ -175,7 +175,7 @@ async def private(table_name: str, place: Place) -> AsyncIterator[tuple[PostgreS
             db_engine_url=url, table_name=table_name, transport=place.publish, relay_from="wal", poll_interval=0.2
         )
         await outbox.create_tables()
-        await outbox._parts.log_administration().create()
+        await outbox.wal.create()
         yield server, outbox
         await outbox.close()
 

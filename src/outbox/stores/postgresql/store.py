@@ -23,7 +23,7 @@ from outbox.stores.postgresql.runner import PostgresqlRunner
 from outbox.stores.postgresql.selecting import PostgresqlSelecting
 from outbox.stores.postgresql.wakeup import PostgresqlWakeup
 from outbox.stores.postgresql.wal.reader import PostgresqlLogReader
-from outbox.stores.postgresql.wal.slot import LogSlot, check_slot_name, slot_name
+from outbox.stores.postgresql.wal.slot import LogSlot, slot_name
 from outbox.stores.postgresql.wal.table import LeftSelecting, LoggedTable
 from outbox.stores.returning import ReturningInbox, ReturningSettling
 from outbox.stores.rows import GIVEN
@@ -126,8 +126,6 @@ class PostgresqlStore(SqlStore):
         return PostgresqlLogReader(self._log_slot(options.url, options.slot, table), table, options, observe)
 
     def _log_slot(self, url: URL, name: str | None, table: LoggedTable) -> LogSlot:
-        if name is not None:
-            check_slot_name(name)
         chosen = name or slot_name(url.database or url.username or "", self.tables)
         return LogSlot(self.tables, self.runner, self.owners, table, chosen)
 

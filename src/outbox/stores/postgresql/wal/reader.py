@@ -33,14 +33,16 @@ class PostgresqlLogReader:
             restart_delay=options.restart_delay,
         )
 
-    async def check(self) -> None:
-        """Say what cannot work: settings of the server, slot, publication, rights, or a pooler in between."""
+    async def begin(self) -> None:
+        """Say what cannot work: settings of the server, slot, publication, rights, or a pooler in between.
+
+        From now on relays that poll the table are refused.
+        """
         check_driver()
         await self._slot.check()
         user = self._options.url.username or ""
         try:
-            connection = await ReplicationConnection.open(self._options.url, self._slot.application)
-            await connection.close()
+            system, timeline = await self._identified()
         except Exception as error:
             text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             if sql_state(error) == _REFUSED or "replication" in text:
@@ -49,6 +51,15 @@ class PostgresqlLogReader:
                     "REPLICATION, or name a role that has it in wal_url; a pooler in between must be passed by, too"
                 ) from error
             raise
+        await self._stream.record(system, timeline)
+
+    async def _identified(self) -> tuple[str, int]:
+        connection = await ReplicationConnection.open(self._options.url, self._slot.application)
+        try:
+            system, timeline, _ = await connection.identify()
+        finally:
+            await connection.close()
+        return system, timeline
 
     async def run(self, stop: asyncio.Event) -> None:
         await self._stream.run(stop)

@@ -26,8 +26,6 @@ APPLICATION = "outbox relay"
 FAILOVER_SINCE = 170000
 MUCH = 1024**3  # bytes of log that a slot may hold back before it is said
 
-_NAME = re.compile(r"[a-z0-9_]{1,63}")
-
 _SERVER = text(
     """
     SELECT pg_catalog.current_setting('wal_level') AS wal_level,
@@ -85,12 +83,6 @@ def slot_name(database: str, tables: Tables) -> str:
         return name
     told_apart = sha256("\n".join((database, tables.messages.schema or "", tables.messages.name)).encode()).hexdigest()
     return f"{name[: LONGEST_NAME - 9]}_{told_apart[:8]}"
-
-
-def check_slot_name(name: str) -> None:
-    """Refuse what PostgreSQL takes for no slot's name."""
-    if not _NAME.fullmatch(name):
-        raise ConfigurationError(f"wal_slot={name!r}: up to {LONGEST_NAME} lower-case letters, digits and underscores")
 
 
 @dataclass(frozen=True, slots=True)

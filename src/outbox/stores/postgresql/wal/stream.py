@@ -137,6 +137,11 @@ class LogStream:
         await stop.wait()
         self._feed.changed.set()
 
+    async def record(self, system: str, timeline: int) -> None:
+        """Record which server's log is read, and tell if it is another one than before."""
+        for news in await self._slot.record(system, timeline):
+            self._observe(Advised("relay", news))
+
     async def _session(self, stop: asyncio.Event) -> None:
         connection = await ReplicationConnection.open(self._url, self._slot.application)
         try:
@@ -178,8 +183,7 @@ class LogStream:
 
     async def _began(self, system: str, timeline: int) -> Reading:
         bound = await self._feed.table.sweep_bound()
-        for news in await self._slot.record(system, timeline):
-            self._observe(Advised("relay", news))
+        await self.record(system, timeline)
         self._sweep_before = bound
         reading = Reading(self._feed, self._slot.is_ours, bound[1])
         self._feed.took_slot()
