@@ -28,7 +28,7 @@ from outbox.stores.postgresql.wal.pgoutput import (
     unframed,
 )
 from outbox.stores.postgresql.wal.table import SeenTransactions
-from outbox.stores.postgresql.wal.window import Window
+from outbox.stores.postgresql.wal.window import LogWindow
 
 BEGIN = b"B" + struct.pack("!QqI", 100, 7, 42)
 COMMIT = b"C" + struct.pack("!BQQq", 0, 100, 120, 7)
@@ -127,7 +127,7 @@ def test_a_position_is_confirmed_when_everything_before_is_settled() -> None:
 
 
 def test_a_transaction_without_an_end_confirms_nothing() -> None:
-    window = Window()
+    window = LogWindow()
     transaction = window.begin(1, 0)
     transaction.unsettled = 1
     window.settled(transaction)

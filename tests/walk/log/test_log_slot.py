@@ -12,8 +12,9 @@ from sqlalchemy import text
 
 from outbox import ConfigurationError, Outbox
 from outbox.cli.exits import ExitCode
-from outbox.core.errors import FeedMismatch
+from outbox.core.errors import FeedMismatch, LogUnreadable
 from outbox.core.events import Advised, SlotInUse, SlotTaken, Troubled
+from outbox.stores.postgresql.wal.connection import ReplicationConnection
 from tests.walk.commands import SOON, Command, line_of
 
 from .conftest import Place
@@ -163,6 +164,26 @@ async def test_a_slot_that_somebody_moved_loses_nothing(
     await execute(outbox, f"SELECT pg_replication_slot_advance('{outbox.wal.name}', pg_current_wal_lsn())")
     async with outbox.running(relay=True):
         assert await place.until(1) == ["passed by"]
+        await until_empty()
+
+
+async def test_a_frame_that_cannot_be_decoded_ends_the_relay_and_loses_nothing(
+    outbox: Outbox, emit: Any, place: Place, until_empty: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = ReplicationConnection.frame
+
+    def garbled(self: ReplicationConnection) -> bytes | None:
+        frame = original(self)
+        return frame[:25] + b"?" + frame[26:] if frame is not None and frame[25:26] == b"I" else frame
+
+    monkeypatch.setattr(ReplicationConnection, "frame", garbled)
+    await emit("kept")
+    with pytest.raises(LogUnreadable, match="no message b'\\?'"):
+        async with outbox.running(relay=True):
+            await asyncio.Event().wait()
+    monkeypatch.undo()
+    async with outbox.running(relay=True):
+        assert await place.until(1) == ["kept"]
         await until_empty()
 
 

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from outbox.stores.postgresql.wal.inserted_row import InsertedRow
-from outbox.stores.postgresql.wal.window import LoggedTransaction, Window
+from outbox.stores.postgresql.wal.window import LoggedTransaction, LogWindow
 
 MOST_BYTES = 16 * 1024 * 1024  # of rows that are decoded and not settled; then the stream is paused
 MOST_ROWS = 10_000  # the same
@@ -17,7 +17,7 @@ class LoggedMessage:
 
     __slots__ = ("doubtful", "is_settled", "row", "transaction", "window")
 
-    def __init__(self, row: InsertedRow, transaction: LoggedTransaction, window: Window, *, doubtful: bool) -> None:
+    def __init__(self, row: InsertedRow, transaction: LoggedTransaction, window: LogWindow, *, doubtful: bool) -> None:
         self.row = row
         self.transaction = transaction
         self.window = window  # of the connection that it came by
@@ -31,14 +31,14 @@ class LogBuffer:
     def __init__(self, changed: Callable[[], None]) -> None:
         self._changed = changed  # called when there is something to claim, or room to read
         self._waiting: deque[LoggedMessage] = deque()
-        self.window = Window()
+        self.window = LogWindow()
         self._bytes = 0
         self._rows = 0
 
-    def renew(self) -> Window:
+    def renew(self) -> LogWindow:
         """Forget everything: a new connection sends again what was not confirmed."""
         self._waiting.clear()
-        self.window = Window()
+        self.window = LogWindow()
         self._bytes = self._rows = 0
         return self.window
 

@@ -108,6 +108,7 @@ class LogSlot:
         self.name = name
         self.publication = name
         self.application = f"{APPLICATION} {name}"[:LONGEST_NAME]  # how the server shows relays that have it or wait
+        self.retained_bytes: int | None = None  # of the log, when it was checked last
         self._ours: tuple[str, str] | None = None
 
     def is_ours(self, namespace: str, name: str) -> bool:
@@ -121,6 +122,7 @@ class LogSlot:
         if problems:
             raise ConfigurationError("the write-ahead log cannot be read: " + "; ".join(problems))
         self._ours = (found.table.namespace, found.table.name)
+        self.retained_bytes = None if found.slot.retained is None else int(found.slot.retained)
 
     async def record(self, system: str, timeline: int) -> list[str]:
         """Record that the table is fed from the log, by this server; what is new about it."""

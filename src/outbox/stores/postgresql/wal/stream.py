@@ -187,7 +187,7 @@ class LogStream:
         self._sweep_before = bound
         reading = Reading(self._feed, self._slot.is_ours, bound[1])
         self._feed.took_slot()
-        self._observe(SlotTaken(self._slot.name))
+        self._observe(SlotTaken(self._slot.name, self._slot.retained_bytes))
         return reading
 
     async def _read(self, connection: ReplicationConnection, reading: Reading, stop: asyncio.Event) -> None:

@@ -1,4 +1,4 @@
-"""Window: transactions that were decoded and are not settled yet, and the position that may be confirmed."""
+"""LogWindow: transactions that were decoded and are not settled yet, and the position that may be confirmed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class LoggedTransaction:
         self.end: int | None = None  # none while its commit was not decoded
 
 
-class Window:
+class LogWindow:
     """The transactions in commit order.
 
     A position is confirmed only at the end of a transaction, and only when that one and all before it are settled. A
