@@ -15,6 +15,8 @@ from outbox.core.events import Relayed
 
 from .conftest import Place
 
+pytestmark = pytest.mark.parametrize("driver", ["asyncpg", "psycopg"])
+
 Make = Any
 
 

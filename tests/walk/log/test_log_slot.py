@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
 from sqlalchemy import text
 
@@ -255,6 +257,41 @@ async def test_the_relay_command_reads_the_log(
     refused = await asyncio.to_thread(wal_command.process, "relay", "--outbox", "application")
     assert refused.code == ExitCode.CONFIGURATION
     assert "--from wal" in refused.stderr
+
+
+async def test_roles_with_no_more_rights_than_they_need(
+    outbox: Outbox, make: Any, emit: Any, place: Place, table_name: str, log_url: str, until_empty: Any, recorder: Any
+) -> None:
+    """The relay's role may not read the log, and the role that reads the log may not read the table."""
+    tables = outbox.tables
+    script = outbox.store.roles_sql(tables, f"r{table_name}")
+    for statement in (
+        script,
+        f"CREATE ROLE {table_name}_relays LOGIN IN ROLE r{table_name}_relay",
+        f"CREATE ROLE {table_name}_reads LOGIN REPLICATION",
+    ):
+        await execute_script(outbox, statement)
+    as_relay = log_url.replace("outbox@", f"{table_name}_relays@")
+    place.refused.add("refused")
+    with pytest.raises(ConfigurationError, match="WITH REPLICATION"):
+        async with make(db_engine_url=as_relay).running(relay=True):
+            pass
+    as_reader = log_url.replace("outbox@", f"{table_name}_reads@")
+    await emit("by another role", "refused")
+    await execute(outbox, f"SELECT pg_replication_slot_advance('{outbox.wal.name}', pg_current_wal_lsn())")
+    relay = make(db_engine_url=as_relay, wal_url=as_reader, relay_retry_delays=())
+    async with relay.running(relay=True):
+        await emit("as it is", "refused")
+        await emit("later", eta=timedelta(seconds=0.3))
+        await place.until(3)
+        await until_empty()
+    assert recorder.of(Troubled) == []
+    assert len(await outbox.dead_letters.list()) == 2
+
+
+async def execute_script(outbox: Outbox, script: str) -> None:
+    with psycopg.connect(str(outbox.settings.db_engine_url).replace("+asyncpg", ""), autocommit=True) as connection:
+        connection.execute(script)
 
 
 async def drop_slot(outbox: Outbox) -> None:

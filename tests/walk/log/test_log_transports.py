@@ -5,15 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import pytest
-
 from outbox import Listener, Outbox
 from outbox.core.cloudevents import parse
 from outbox.core.events import CircuitOpened
 from tests.broker import VirtualHost
 from tests.http_sink import HttpSink, by_type, hang, status
-
-pytestmark = pytest.mark.parametrize("log_url", ["asyncpg"], indirect=True)
 
 MANY = 3000
 

@@ -51,7 +51,9 @@ class ReplicationConnection:
         driver = _driver()
         given = dict(url.query)
         arguments: dict[str, Any] = {
-            _LIBPQ_NAMES.get(name, name): value for name, value in given.items() if name not in _NOT_LIBPQ
+            _LIBPQ_NAMES.get(name, name): value if isinstance(value, str) else ",".join(value)
+            for name, value in given.items()
+            if name not in _NOT_LIBPQ
         }
         arguments |= {
             "host": url.host,
