@@ -16,6 +16,7 @@ from outbox.core.binding import Binding
 from outbox.core.diagnosis import Claimable, Examination, Finding, Level, dead_letter_findings, place_of
 from outbox.core.durations import in_words
 from outbox.core.listener import Listener
+from outbox.core.printing import in_bytes
 from outbox.core.store import IN_DATABASE, Backlog, Difference, StoredMessage
 from outbox.core.transport import countable
 from outbox.instance import Outbox
@@ -24,6 +25,7 @@ from outbox.rebinding import Rebinding, further_keys
 
 LARGEST_SKEW = timedelta(seconds=1)  # of the clocks; more is seen in the times that an `eta` names
 PATIENCE = timedelta(minutes=1)  # what is due for longer should have been claimed; at least ten poll intervals
+MUCH_LOG = 1024**3  # bytes that a slot may hold back before it is said
 ROUTING_KEYS = 3  # so many are named
 
 _REFUSED = "42501"  # PostgreSQL's word for a right that is missing
@@ -54,6 +56,7 @@ async def _database(outbox: Outbox, listeners: Sequence[Listener]) -> tuple[list
     if any(difference.breaks for difference in differences):
         return findings, _Recorded()
     try:
+        findings += await _log(outbox)
         findings += await _messages(outbox, listeners)
         stale = await _rebinding(outbox).recorded(outbox.transport, listeners)
         return findings, _Recorded(await recorded_queues(outbox.store), stale)
@@ -182,6 +185,39 @@ def _transport(recorded: str | None, configured: str) -> Finding:
         f"if the change is meant, stop the processes of {recorded} and run: outbox tables switch-transport {configured}"
     )
     return Finding(Level.ERROR, "transport", what, advice)
+
+
+async def _log(outbox: Outbox) -> list[Finding]:
+    """What reads the database's log, where a relay does or is to."""
+    feeds = await outbox.store.owners.feeds()
+    configured = outbox.settings.relay_from == "wal"
+    if not feeds and not configured:
+        return []
+    slot = await outbox.wal.status()
+    findings = [
+        Finding(Level.ERROR, "write-ahead log", problem.split(": run ")[0], _advice(problem))
+        for problem in slot.problems
+    ]
+    if feeds and not configured:
+        what = "the table's messages come from the log, and relay_from is 'table' here: a relay will not start"
+        findings.append(Finding(Level.ERROR, "write-ahead log", what, "set relay_from='wal', or run outbox wal drop"))
+    if slot.exists and slot.active_pid is None:
+        kept = "" if slot.retained_bytes is None else f", and the server keeps {in_bytes(slot.retained_bytes)} for it"
+        what = f"no relay has the slot {slot.name}{kept}"
+        findings.append(Finding(Level.WARNING, "write-ahead log", what, "start a relay: outbox relay --from wal"))
+    if (slot.retained_bytes or 0) > MUCH_LOG or slot.wal_status == "unreserved":
+        what = f"the slot {slot.name} is {slot.wal_status} and holds back {in_bytes(slot.retained_bytes or 0)}"
+        advice = "see why its relay does not keep up; a destination that is away holds the log back, too"
+        findings.append(Finding(Level.WARNING, "write-ahead log", what, advice))
+    if slot.exists and slot.keep_size == "-1":
+        what = "nothing limits what the server keeps for a slot: a relay that stands still fills the disk"
+        advice = "set max_slot_wal_keep_size; a slot that is lost by it loses no message: outbox wal create --recreate"
+        findings.append(Finding(Level.WARNING, "write-ahead log", what, advice))
+    return findings or [Finding(Level.OK, "write-ahead log", f"read by the slot {slot.name}")]
+
+
+def _advice(problem: str) -> str:
+    return problem.partition(": run ")[2] or "see outbox wal status"
 
 
 def _destinations(backlog: Backlog) -> Iterator[Finding]:

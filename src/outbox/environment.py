@@ -1,4 +1,4 @@
-"""Environment: how an option is declared, which names it has, and how it is read from a variable or a file."""
+"""Environment: how an option is declared and named, how it is read from a variable or a file, and checked."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from outbox.core.binding import check_binding_key
 from outbox.core.durations import IMMEDIATELY, NEVER, Retention, parse_duration
 from outbox.core.errors import ConfigurationError, TimeInvalid
+from outbox.core.store import DISCARD
 from outbox.core.webhooks import Secrets
 
 PREFIX = "OUTBOX_"
@@ -137,3 +139,27 @@ def _read_file(name: str, environment: Mapping[str, str]) -> dict[str, str]:
 
 def _names(option: Any) -> tuple[str, ...]:
     return (option.name, *option.metadata["spellings"])
+
+
+def checked_unroutable(value: Any) -> dict[str, str]:
+    """What becomes of messages without a queue."""
+    if value is not None and not isinstance(value, Mapping):
+        raise ConfigurationError('unroutable is a mapping such as {"audit.#": "discard"}')
+    rules = dict(value or {})
+    for pattern, action in rules.items():
+        check_binding_key(pattern, "binding key of unroutable")
+        if action != DISCARD:
+            raise ConfigurationError(f"unroutable={{{pattern!r}: {action!r}}}: the only action is {DISCARD!r}")
+    return rules
+
+
+def checked_routes(value: Any) -> dict[str, Any]:
+    """Destinations by their binding keys."""
+    if value is not None and not isinstance(value, Mapping):
+        raise ConfigurationError('routes is a mapping such as {"order.*": "https://…"}')
+    if value is not None and not value:
+        raise ConfigurationError("routes names no destination: add one, or leave routes out if there is to be none")
+    routes = dict(value or {})
+    for pattern in routes:
+        check_binding_key(pattern, "binding key of routes")
+    return routes

@@ -16,6 +16,7 @@ from outbox.core.dead_letter import DeadLetters
 from outbox.core.durations import Seconds
 from outbox.core.forks import forget_after_fork
 from outbox.core.listener import Listener, check_listeners
+from outbox.core.log import LogAdministration
 from outbox.core.message import get_tracking_ids, tracking
 from outbox.core.store import Backlog, Difference, Store, StoredMessage
 from outbox.core.transport import Transport
@@ -104,6 +105,11 @@ class Outbox(Receiving):
     def owners(self) -> Owners:
         """Whose queues are recorded in the database."""
         return self._parts.owners
+
+    @property
+    def wal(self) -> LogAdministration:
+        """The replication slot by which relays with `relay_from="wal"` read the database's log."""
+        return self._parts.log_administration()
 
     # As for the module: ids follow a call, whichever outbox it uses.
     tracking = staticmethod(tracking)

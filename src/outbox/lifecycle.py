@@ -11,9 +11,10 @@ from functools import partial
 from typing import Any
 
 from outbox.background import in_background
-from outbox.core.errors import TransportMismatch, WrongEventLoop
+from outbox.core.errors import ConfigurationError, FeedMismatch, TransportMismatch, WrongEventLoop
 from outbox.core.events import Failed, Observer, Started, Stopped
 from outbox.core.listener import Listener, check_listeners
+from outbox.core.log import LogReader
 from outbox.core.transport import Transport
 from outbox.parts import Parts
 from outbox.shutdown import Shutdown, on_signals
@@ -85,7 +86,8 @@ class Lifecycle:
             storage = parts.workers.storage(transport, listeners, stack)
             if relay and transport.routes:
                 await parts.relays.bind(transport)
-            relays = parts.relays.of(transport, relay, routes=not leftovers) if needs_store else []
+            reader = await log_reader(parts, transport) if relay and needs_store else None
+            relays = parts.relays.of(transport, relay, routes=not leftovers, reader=reader) if needs_store else []
             what = "worker" if listeners else "relay"
             parts.observe(Started(what, _described(transport, listeners)))
             if ready is not None:
@@ -155,6 +157,27 @@ async def open_store(parts: Parts, transport: Transport) -> None:
             f"outbox tables switch-transport {transport.name}"
         )
     await parts.owners.record_address(table, transport)
+
+
+async def log_reader(parts: Parts, transport: Transport) -> LogReader | None:
+    """What a relay reads the database's log by, if it does; it is refused where it cannot, or where it must."""
+    publishes = transport.takers is None and not transport.routes
+    if not parts.from_log:
+        if publishes and await parts.store.owners.feeds():
+            raise FeedMismatch(
+                f"the messages of the table {parts.tables.messages.fullname!r} come from the write-ahead log, and this "
+                "relay would poll them: start it with relay_from='wal' (outbox relay --from wal). If the change is "
+                "meant, stop the relays that read the log and run: outbox wal drop"
+            )
+        return None
+    if not publishes:
+        raise ConfigurationError(
+            f"relay_from='wal' is for a transport that a relay publishes to, and {transport.name!r} has its messages "
+            "routed in the database"
+        )
+    reader = parts.log_reader()
+    await reader.begin()
+    return reader
 
 
 def _start(what: str, shutdown: Shutdown, observe: Observer, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:

@@ -103,6 +103,24 @@ class Options(TypedDict, total=False):
     within `poll_interval` then.
     Default: `True`.
     """
+    relay_from: str | None
+    """Where a relay has its messages from: `table` polls, `wal` reads PostgreSQL's write-ahead log, in commit order
+    and milliseconds after the commit. Make slot and publication with `outbox wal create` first.
+    Default: `table`.
+    """
+    wal_url: str | None
+    """The database as the role that reads the write-ahead log reaches it, if not by `db_engine_url`: it needs
+    REPLICATION, and no pooler in between.
+    Default: the database's URL.
+    """
+    wal_slot: str | None
+    """The replication slot and the publication. Slots are unique on a server: set it if the derived name is taken.
+    Default: from the names of database and table.
+    """
+    slot_in_use_delay: Seconds | None
+    """Pause of a relay that stands by while another one has the slot. After other errors it is `restart_delay`.
+    Default: 1 s.
+    """
     batch_size: int | None
     """Messages that a relay claims at once; fewer where their bodies have more than 8 MiB. Lower it if answers of a
     destination take seconds.

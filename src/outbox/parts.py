@@ -7,14 +7,15 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from sqlalchemy import Connection
+from sqlalchemy import URL, Connection
 
-from outbox.adapters import defaults_of, is_same_database, routes_for, store_class, transport_for
+from outbox.adapters import defaults_of, is_same_database, parse_url, routes_for, store_class, transport_for
 from outbox.core.dead_letter import AllDeadLetters, DeadLetters
 from outbox.core.errors import ConfigurationError, TransactionError
 from outbox.core.forks import never_collect
 from outbox.core.kept_property import kept_property
 from outbox.core.listener import Listener
+from outbox.core.log import LogAdministration, LogOptions, LogReader, LogStore
 from outbox.core.store import IN_DATABASE, Backlog, Locatable, Store, ThreadNotifying
 from outbox.core.transport import Transport, countable
 from outbox.engines import Engines
@@ -166,6 +167,43 @@ class Parts:
         from outbox.relay_factory import RelayFactory
 
         return RelayFactory(self.store, self.settings, self.observe)
+
+    @property
+    def from_log(self) -> bool:
+        """Whether a relay has its messages from the database's log."""
+        return self.settings.relay_from == "wal"
+
+    @property
+    def log_url(self) -> URL:
+        """Where the log is read."""
+        if self.settings.wal_url is not None:
+            return parse_url(self.settings.wal_url)
+        return self.engines.main.url
+
+    @kept_property
+    def log_store(self) -> LogStore:
+        """The store, if its database has a log that can be read."""
+        if not isinstance(self.store, LogStore):
+            raise ConfigurationError(
+                "relay_from='wal' reads PostgreSQL's write-ahead log, and this is another database"
+            )
+        return self.store
+
+    def log_administration(self) -> LogAdministration:
+        """The slot of this outbox."""
+        return self.log_store.log_administration(self.log_url, self.settings.wal_slot)
+
+    def log_reader(self) -> LogReader:
+        """What one relay reads the log by."""
+        settings = self.settings
+        options = LogOptions(
+            url=self.log_url,
+            slot=settings.wal_slot,
+            poll_interval=settings.seconds_between_looks,
+            slot_in_use_delay=settings.duration("slot_in_use_delay").total_seconds(),
+            restart_delay=settings.restart_delay,
+        )
+        return self.log_store.log_reader(options, self.observe)
 
     @property
     def workers(self) -> WorkerFactory:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Protocol
 
 from outbox.core.binding import Binding
 from outbox.core.events import Advised, Bound, Observer, Unbound
-from outbox.core.store import Store
+from outbox.core.log import LogReader
+from outbox.core.store import Feed, Store
 from outbox.core.transport import Takers, Transport
 from outbox.outbound.circuit import Breaker, Circuits
 from outbox.outbound.cleanup import Cleanup
@@ -19,6 +21,12 @@ from outbox.settings import Settings
 CLEAN_UP_EVERY = 10  # poll intervals
 
 
+class Running(Protocol):
+    """A part of a process that works until it is told to stop."""
+
+    async def run(self, stop: asyncio.Event) -> None: ...
+
+
 class RelayFactory:
     """Makes the relays of one outbox."""
 
@@ -27,16 +35,20 @@ class RelayFactory:
         self._settings = settings
         self._observe = observe
 
-    def of(self, transport: Transport, relay: bool, *, routes: bool = True) -> list[Relay]:
+    def of(
+        self, transport: Transport, relay: bool, *, routes: bool = True, reader: LogReader | None = None
+    ) -> list[Running]:
         """Those of a process: all clean up; a relay hands on, and so does whoever routes to queues of the database."""
         look = self._settings.seconds_between_looks
-        relays = [self._relay(self.cleanup(), asyncio.sleep, look * CLEAN_UP_EVERY, "cleanup")]
+        relays: list[Running] = [self._relay(self.cleanup(), asyncio.sleep, look * CLEAN_UP_EVERY, "cleanup")]
         if transport.takers is not None:
             relays += [self._routing(transport.takers)] if routes else []
         elif transport.routes and relay:
             relays.append(self._routing(NOBODY))
             circuits = Circuits(self._store)
             relays += [self._publishing(each.transport, circuits, each.name) for each in transport.routes]
+        elif relay and reader is not None:
+            relays += [reader, self._publishing(transport, Circuits(self._store), feed=reader.feed)]
         elif relay:
             relays.append(self._publishing(transport, Circuits(self._store)))
         return relays
@@ -86,9 +98,11 @@ class RelayFactory:
             observe=self._observe,
         )
 
-    def _publishing(self, transport: Transport, circuits: Circuits, destination: str | None = None) -> Relay:
+    def _publishing(
+        self, transport: Transport, circuits: Circuits, destination: str | None = None, *, feed: Feed | None = None
+    ) -> Relay:
         breaker = self._breaker(circuits, destination) if transport.features.shares_outages else None
-        publisher = self._publisher(transport, breaker, destination)
+        publisher = self._publisher(transport, breaker, destination, feed)
         return self._relay(
             publisher,
             publisher.wait,
@@ -111,10 +125,14 @@ class RelayFactory:
         )
 
     def _publisher(
-        self, transport: Transport, breaker: Breaker | None = None, destination: str | None = None
+        self,
+        transport: Transport,
+        breaker: Breaker | None = None,
+        destination: str | None = None,
+        feed: Feed | None = None,
     ) -> Publisher:
         return Publisher(
-            self._store.feed,
+            feed or self._store.feed,
             transport,
             batch_size=self._settings.batch_size,
             lease=self._settings.duration("lease"),

@@ -15,18 +15,20 @@ from sqlalchemy.exc import ArgumentError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from outbox.core.backoff import RestartDelay, check_restart_delay
-from outbox.core.binding import check_binding_key, check_name
+from outbox.core.binding import check_name
 from outbox.core.cloudevents import check_source
 from outbox.core.durations import IMMEDIATELY, NEVER, Retention, Seconds, as_delay, as_lifetime, parse_duration
 from outbox.core.errors import ConfigurationError, TimeInvalid
 from outbox.core.events import Observer
+from outbox.core.log import check_log_settings
 from outbox.core.message import LARGEST_BODY, LARGEST_READ
 from outbox.core.retry import RetryDelays, RetryPolicy, as_retry_policy
-from outbox.core.store import DISCARD
 from outbox.core.urls import check_credentials
 from outbox.core.webhooks import AnySecrets, Secrets
 from outbox.environment import (
     by_first_name,
+    checked_routes,
+    checked_unroutable,
     durations,
     json_object,
     option,
@@ -157,6 +159,30 @@ class Settings:
         "within `poll_interval` then.",
         parse=truth,
     )
+    relay_from: str = option(
+        "table",
+        "Where a relay has its messages from: `table` polls, `wal` reads PostgreSQL's write-ahead log, in commit order "
+        "and milliseconds after the commit. Make slot and publication with `outbox wal create` first.",
+        parse=str,
+    )
+    wal_url: str | None = option(
+        None,
+        "The database as the role that reads the write-ahead log reaches it, if not by `db_engine_url`: it needs "
+        "REPLICATION, and no pooler in between.",
+        shown="the database's URL",
+        parse=str,
+    )
+    wal_slot: str | None = option(
+        None,
+        "The replication slot and the publication. Slots are unique on a server: set it if the derived name is taken.",
+        shown="from the names of database and table",
+        parse=str,
+    )
+    slot_in_use_delay: Seconds = option(
+        1.0,
+        "Pause of a relay that stands by while another one has the slot. After other errors it is `restart_delay`.",
+        parse=parse_duration,
+    )
     batch_size: int = option(
         500,
         "Messages that a relay claims at once; fewer where their bodies have more than 8 MiB. Lower it if answers of a "
@@ -266,7 +292,7 @@ class Settings:
             check_name(self.service, "service")
         if self.webhook_secrets is not None:
             self._set("webhook_secrets", Secrets.of(self.webhook_secrets))
-        for name in ("poll_interval", "lease"):
+        for name in ("poll_interval", "lease", "slot_in_use_delay"):
             self._set(name, self._checked(name, as_lifetime))
         for name in ("grace", "fresh_dead_letters"):
             self._set(name, self._checked(name, as_delay))
@@ -297,8 +323,9 @@ class Settings:
         self._set("relay_retry_delays", endless if relay is None else as_retry_policy(relay))
         if self.restart_delay is not None:
             check_restart_delay(self.restart_delay)
-        self._check_unroutable()
-        self._check_routes()
+        self._set("unroutable", checked_unroutable(self.unroutable))
+        self._set("routes", checked_routes(self.routes))
+        check_log_settings(self.relay_from, self.wal_slot, self.wal_url)
         self._check_rebinding()
         self._check_credentials()
 
@@ -346,26 +373,6 @@ class Settings:
             raise ConfigurationError(f"{name}={value!r}: IMMEDIATELY, NEVER, or a timedelta")
         if name == "inbox_retention" and value in (IMMEDIATELY, timedelta(0)):
             raise ConfigurationError("inbox_retention=IMMEDIATELY would forget a message before its copy arrives")
-
-    def _check_unroutable(self) -> None:
-        if self.unroutable is not None and not isinstance(self.unroutable, Mapping):
-            raise ConfigurationError('unroutable is a mapping such as {"audit.#": "discard"}')
-        rules = dict(self.unroutable or {})
-        for pattern, action in rules.items():
-            check_binding_key(pattern, "binding key of unroutable")
-            if action != DISCARD:
-                raise ConfigurationError(f"unroutable={{{pattern!r}: {action!r}}}: the only action is {DISCARD!r}")
-        self._set("unroutable", rules)
-
-    def _check_routes(self) -> None:
-        if self.routes is not None and not isinstance(self.routes, Mapping):
-            raise ConfigurationError('routes is a mapping such as {"order.*": "https://…"}')
-        if self.routes is not None and not self.routes:
-            raise ConfigurationError("routes names no destination: add one, or leave routes out if there is to be none")
-        routes = dict(self.routes or {})
-        for pattern in routes:
-            check_binding_key(pattern, "binding key of routes")
-        self._set("routes", routes)
 
     def _check_rebinding(self) -> None:
         if not isinstance(self.rebind_queues, bool):

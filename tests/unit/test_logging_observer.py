@@ -30,6 +30,8 @@ from outbox.core.events import (
     Relayed,
     RequestDeclined,
     Routed,
+    SlotInUse,
+    SlotTaken,
     Started,
     StillRunning,
     Stopped,
@@ -123,6 +125,10 @@ CASES: list[Any] = [
     ),
     pytest.param(CleanedUp("inbox", 40), logging.DEBUG, ["cleaned up", "40", "inbox"], id="cleaned up"),
     pytest.param(Started("worker", "transport database"), logging.INFO, ["worker", "database"], id="started"),
+    pytest.param(SlotTaken("shop_slot", 2048), logging.INFO, ["shop_slot", "2.0 KiB"], id="slot taken"),
+    pytest.param(
+        SlotInUse("shop_slot", "active for PID 7\nby another"), logging.INFO, ["shop_slot", "PID 7"], id="slot in use"
+    ),
     pytest.param(Stopped("relay"), logging.INFO, ["relay", "stopped"], id="stopped"),
     pytest.param(
         Failed("relay", OSError("closed\nfor good")), logging.ERROR, ["relay", "ended by itself"], id="failed"

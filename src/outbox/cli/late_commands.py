@@ -23,6 +23,7 @@ class LateCommands(dict[str, Any]):
         "dead-letters": "List, show, replay and discard dead letters.",
         "queues": "List queues, replace or remove their bindings, release them.",
         "tables": "Make the tables, check them, print their SQL.",
+        "wal": "Make, drop and check what relays with --from wal read.",
     }
 
     def __init__(self) -> None:

@@ -21,6 +21,9 @@ from outbox.cli.exits import ExitCode, Failure
 from outbox.cli.logs import hush_clients
 from outbox.cli.queues import counted_transport, queue_parts
 from outbox.cli.targets import AsJson, OutboxName, find_outbox
+from outbox.cli.wal import held_by
+from outbox.core.log import SlotStatus
+from outbox.core.printing import in_bytes
 from outbox.core.store import IN_DATABASE, Backlog, Circuit, CircuitState
 from outbox.instance import Outbox
 from outbox.shutdown import Shutdown, on_signals
@@ -62,6 +65,7 @@ class Snapshot:
     at: datetime
     backlog: Backlog
     condition: Condition | None = None  # of the transport
+    slot: SlotStatus | None = None  # by which relays read the log, if they do
 
     @property
     def open_rows(self) -> int:
@@ -169,9 +173,15 @@ async def _looks(outbox: Outbox, condition: Asking, interval: float, shutdown: S
 async def _look(outbox: Outbox, condition: Asking) -> Snapshot:
     asking = asyncio.ensure_future(condition())  # beside it: each waits for a silent broker
     try:
-        return Snapshot(datetime.now(UTC), await outbox.backlog(), await asking)
+        return Snapshot(datetime.now(UTC), await outbox.backlog(), await asking, await slot_status(outbox))
     finally:
         asking.cancel()
+
+
+async def slot_status(outbox: Outbox) -> SlotStatus | None:
+    """How the replication slot is, where relays read the log or are to."""
+    reads_log = outbox.engines.configured and (outbox.settings.relay_from == "wal" or await outbox.store.owners.feeds())
+    return await outbox.wal.status() if reads_log else None
 
 
 @asynccontextmanager
@@ -199,6 +209,7 @@ def _document(found: Status) -> dict[str, object]:
         **backlog,
         "rates": found.rates,
         "transport": found.look.condition,
+        "slot": found.look.slot,
         "trouble": found.trouble or None,
     }
 
@@ -217,6 +228,7 @@ def _parts(found: Status) -> list[RenderableType]:
                 ("dead", _dead(backlog)),
                 ("rows", _rates(found.rates)),
                 *_transport(found.look.condition),
+                *_slot(found.look.slot),
                 *(("circuit", _outage(circuit)) for circuit in backlog.circuits if circuit.failures),
             ]
         ),
@@ -257,6 +269,14 @@ def _transport(condition: Condition | None) -> list[tuple[str, str]]:
     if condition is None:
         return []
     return [("transport", f"{condition.name}: {condition.trouble or 'takes messages'}")]
+
+
+def _slot(found: SlotStatus | None) -> list[tuple[str, str]]:
+    if found is None:
+        return []
+    kept = "" if found.retained_bytes is None else f", {in_bytes(found.retained_bytes)} of the log kept"
+    trouble = f"; {words.first_line(found.problems[0])}" if found.problems else ""
+    return [("slot", f"{found.name}: {held_by(found)}{kept}{trouble}")]
 
 
 def _rates(rates: Rates | None) -> str:

@@ -3,6 +3,7 @@
 OutboxError
 ├── ConfigurationError          the setup cannot work; the text says what to change
 │   ├── TransportMismatch       the table already belongs to another transport
+│   ├── FeedMismatch            the table is read from the write-ahead log, or is not yet, and this relay does otherwise
 │   ├── ForkRefused             SQLite: the parent of this process had the database open when it forked
 │   ├── UrlRefused              a URL from a user leads where none may lead
 │   └── WrongEventLoop          what was given is used by another event loop, and cannot be shared with it
@@ -29,6 +30,7 @@ OutboxError
 ├── TransportUnavailable        nothing was sent: the destination is away
 ├── ClosedForGood               a relay or a worker cannot go on: it ends, and has to be started again
 │   ├── TransportClosed         a connection that was given to the transport is closed
+│   ├── LogUnreadable           the replication stream holds what this version cannot decode
 │   └── DatabaseReplaced        SQLite: another file is where the database was
 ├── DatabaseSilent              the database did not answer in time
 ├── LeaseLost                   another worker holds this delivery now
@@ -72,6 +74,10 @@ class ConfigurationError(OutboxError):
 
 class TransportMismatch(ConfigurationError):
     """The outbox table was first used with another transport."""
+
+
+class FeedMismatch(ConfigurationError):
+    """A relay polls a table whose messages come from the write-ahead log, or the other way round."""
 
 
 class UrlRefused(ConfigurationError):
@@ -172,6 +178,10 @@ class TransportUnavailable(OutboxError):
 
 class ClosedForGood(OutboxError):
     """A relay or a worker cannot go on, and trying again does not help: it ends, and has to be started again."""
+
+
+class LogUnreadable(ClosedForGood):
+    """The replication stream holds a frame that this version cannot decode. Nothing was confirmed behind it."""
 
 
 class DatabaseReplaced(ClosedForGood):

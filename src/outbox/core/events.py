@@ -152,6 +152,22 @@ class CleanedUp:
 
 
 @dataclass(frozen=True, slots=True)
+class SlotTaken:
+    """A relay reads the write-ahead log: it has the replication slot now."""
+
+    slot: str
+    retained_bytes: int | None = None  # of the log, that the server has kept for it
+
+
+@dataclass(frozen=True, slots=True)
+class SlotInUse:
+    """A relay waits for the replication slot, which another one has."""
+
+    slot: str
+    holder: str
+
+
+@dataclass(frozen=True, slots=True)
 class Started:
     """A relay or worker is at work."""
 
@@ -229,6 +245,8 @@ Event = (
     | LeaseWasLost
     | Unsettled
     | CleanedUp
+    | SlotTaken
+    | SlotInUse
     | Started
     | Stopped
     | Failed

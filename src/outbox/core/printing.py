@@ -24,3 +24,13 @@ def _shown(character: str) -> str:
     if character.isprintable() and not _INVISIBLE.match(character):
         return character
     return character.encode("unicode_escape", errors="surrogatepass").decode()
+
+
+def in_bytes(size: int) -> str:
+    """A size for people."""
+    amount, unit = float(size), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if amount < 1024:
+            break
+        amount, unit = amount / 1024, larger
+    return f"{amount:.0f} {unit}" if unit == "B" or amount >= 10 else f"{amount:.1f} {unit}"

@@ -240,6 +240,10 @@ class OwnersTable(Protocol):
         """Forget the owner of a queue, so that the next service can record it; returns the owner it had."""
         ...
 
+    async def feeds(self) -> list[str]:
+        """The servers from whose log relays have read the messages of the table; none: they are polled."""
+        ...
+
     async def declare(self, bindings: Collection[Binding]) -> None:
         """Record bindings that workers make at a broker, which may not tell them. No router follows them."""
         ...

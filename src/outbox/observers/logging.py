@@ -32,6 +32,8 @@ from outbox.core.events import (
     Relayed,
     RequestDeclined,
     Routed,
+    SlotInUse,
+    SlotTaken,
     Started,
     StillRunning,
     Stopped,
@@ -41,7 +43,7 @@ from outbox.core.events import (
     Unsettled,
 )
 from outbox.core.message import Message
-from outbox.core.printing import printable
+from outbox.core.printing import in_bytes, printable
 from outbox.observers.outages import Outages, missing
 
 logger = logging.getLogger("outbox")
@@ -166,6 +168,13 @@ class LoggingObserver:
                 )
             case CleanedUp(what, count):
                 logger.debug("cleaned up %d %s rows", count, what, extra=_facts(event, what=what, count=count))
+            case SlotTaken(slot, retained):
+                text = "the relay reads the write-ahead log by the slot %s, which holds back %s of it"
+                kept = "nothing" if not retained else in_bytes(retained)
+                logger.info(text, slot, kept, extra=_facts(event, slot=slot, retained_bytes=retained))
+            case SlotInUse(slot, holder):
+                text = "the relay stands by: the slot %s is in use (%s)"
+                logger.info(text, slot, _first_line(holder), extra=_facts(event, slot=slot))
             case Started(what, detail):
                 logger.info("%s started: %s", what, detail, extra=_facts(event, what=what))
             case Stopped(what, abandoned):

@@ -71,7 +71,7 @@ class SqlFeed:
     async def wait(self, longest: float, *, destination: str | None = None) -> None:
         await self.wakeup.listen(longest)
         if longest > 0.2:  # shorter sleeps are not worth a question
-            longest = min(longest, await self._until_next_due(destination or NOT_ROUTED, longest))
+            longest = min(longest, await self.until_next_due(destination, longest))
         if longest > 0:
             await self.wakeup.wait(destination or NOT_ROUTED, longest)
 
@@ -79,8 +79,9 @@ class SqlFeed:
         """Leave what was not given back to the end of its lease."""
         await self.lost_claims.close()
 
-    async def _until_next_due(self, destination: str, at_most: float) -> float:
-        found = await self.runner.ask(self._next_due, {"wanted": destination})
+    async def until_next_due(self, destination: str | None, at_most: float) -> float:
+        """Seconds until a further message of the destination is due."""
+        found = await self.runner.ask(self._next_due, {"wanted": destination or NOT_ROUTED})
         return max(0.0, float(found[0][0])) if found else at_most
 
     @kept_property

@@ -17,6 +17,7 @@ from outbox.stores.runner import Runner
 from outbox.stores.tables import Tables
 
 _BINDING = "binding\n"  # begins the name of such a row; a queue's name has printable characters only
+_FEED = "feed\n"  # the same, of a row that says from which server's log the table's messages come
 
 
 class SqlOwners:
@@ -39,7 +40,7 @@ class SqlOwners:
     async def all(self) -> dict[str, str]:
         """Whose every queue is."""
         found = await self._runner.look(self._read)
-        return {queue: owner for queue, owner in found.items() if not queue.startswith(_BINDING)}
+        return {queue: owner for queue, owner in found.items() if not queue.startswith((_BINDING, _FEED))}
 
     async def release(self, queue: str) -> str | None:
         """Forget whose a queue is; whose it was."""
@@ -66,6 +67,24 @@ class SqlOwners:
     async def retract(self, binding: Binding) -> None:
         """Forget a binding that was removed at the broker."""
         await self.release(_row(binding))
+
+    async def feeds(self) -> list[str]:
+        """The servers from whose log relays have read the messages of the table; none: they are polled."""
+        found = await self._runner.look(self._read)
+        return sorted(queue.removeprefix(_FEED) for queue in found if queue.startswith(_FEED))
+
+    async def record_feed(self, server: str, slot: str) -> None:
+        """Record that messages are read from a server's log, by this slot."""
+        await self._runner.transact(lambda connection: self._insert(connection, {_FEED + server: slot}))
+
+    async def release_feeds(self) -> bool:
+        """Forget that the log was read: relays may poll; whether it was recorded."""
+        table = self._table
+
+        def work(connection: Connection) -> int:
+            return connection.execute(delete(table).where(table.c.queue.startswith(_FEED, autoescape=True))).rowcount
+
+        return bool(await self._runner.transact(work))
 
     def _insert(self, connection: Connection, owners: Mapping[str, str]) -> None:
         for queue in sorted(owners):  # always in the same order: no two processes wait for each other

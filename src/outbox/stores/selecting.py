@@ -192,10 +192,15 @@ class SqlSelecting:
                 columns.due_at <= self._dialect.now(),
                 unleased(self._messages, self._dialect.now()),
                 bindparam("suspected", type_=Boolean) | not_(suspected),
+                *self._further(),
             )
             .order_by(columns.due_at, columns.id)
             .limit(bindparam("limit"))
         )
+
+    def _further(self) -> tuple[ColumnElement[bool], ...]:
+        """What else must hold of a row that is claimed."""
+        return ()
 
     @property
     def _row_size(self) -> ColumnElement[int]:

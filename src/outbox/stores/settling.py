@@ -118,6 +118,11 @@ class SqlSettling:
         """One row's end."""
         return self._done(self._messages.c.id == bindparam("row_id")).where(self._held)
 
+    @kept_property
+    def done_without_lease(self) -> Any:
+        """The end of rows that were never leased, because the log brought them."""
+        return self._done(self._by_ids).where(self._messages.c.done_at.is_(None))
+
     def _done(self, chosen: ColumnElement[bool]) -> Any:
         if self._clean_up_after == IMMEDIATELY:
             return self._dialect.delete(self._messages).where(chosen)

@@ -15,7 +15,7 @@ from outbox.stores.dialect import SqlDialect
 from outbox.stores.postgresql import notifying_thread
 from outbox.stores.postgresql.callers import Places
 from outbox.stores.postgresql.connection import DirectConnection, explained, fetched
-from outbox.stores.runner import WORK_WITHIN, Runner, spare
+from outbox.stores.runner import LOOK_WITHIN, WORK_WITHIN, Runner, spare
 from outbox.stores.tables import Tables
 
 Result = TypeVar("Result")
@@ -88,6 +88,10 @@ class PostgresqlRunner(Runner):
     async def first_look(self, work: Callable[[Connection], Result]) -> Result:
         """Run work that only reads, before it is known where the tables are."""
         return await self._look(work)
+
+    async def administer(self, work: Callable[[Connection], Result]) -> Result:
+        """Run a statement that needs no table, and may wait for the transactions of others to end."""
+        return await finish(self._apply(work), LOOK_WITHIN)
 
     async def ask(self, statement: Executable, parameters: Mapping[str, Any]) -> Sequence[Sequence[Any]]:
         await self.open()

@@ -5,20 +5,26 @@ from __future__ import annotations
 from binascii import b2a_base64
 from typing import Any
 
-from sqlalchemy import Connection, DateTime, Engine, Executable, Select, String, Text, delete, func, insert, select
+from sqlalchemy import URL, Connection, DateTime, Engine, Executable, Select, String, Text, delete, func, insert, select
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from outbox.core.durations import Retention
+from outbox.core.events import Observer
 from outbox.core.kept_property import kept_property
+from outbox.core.log import LogOptions
 from outbox.core.store import Rows
 from outbox.stores.burying import KEPT, SAID, SqlBurying
 from outbox.stores.callers import PlacingStatements
+from outbox.stores.claiming import SqlFeed
 from outbox.stores.postgresql.callers import PostgresqlCallers
 from outbox.stores.postgresql.dialect import PostgresqlDialect
 from outbox.stores.postgresql.roles import roles_sql
 from outbox.stores.postgresql.runner import PostgresqlRunner
 from outbox.stores.postgresql.selecting import PostgresqlSelecting
 from outbox.stores.postgresql.wakeup import PostgresqlWakeup
+from outbox.stores.postgresql.wal.reader import PostgresqlLogReader
+from outbox.stores.postgresql.wal.slot import LogSlot, slot_name
+from outbox.stores.postgresql.wal.table import LeftSelecting, LoggedTable
 from outbox.stores.returning import ReturningInbox, ReturningSettling
 from outbox.stores.rows import GIVEN
 from outbox.stores.sql import SqlStore
@@ -102,6 +108,7 @@ class PostgresqlStore(SqlStore):
 
     def __init__(self, tables: Tables, engine: AsyncEngine | None, clean_up_after: Retention) -> None:
         dialect = PostgresqlDialect()
+        self.runner: PostgresqlRunner
         runner = PostgresqlRunner(tables, dialect, engine)
         self._places = runner.places
         callers = PostgresqlCallers(self._places, remember_engine=engine is None)
@@ -110,6 +117,32 @@ class PostgresqlStore(SqlStore):
         super().__init__(
             tables, dialect, runner, clean_up_after, callers=callers, wakeup=self.wakeup, selecting=selecting
         )
+
+    def log_administration(self, url: URL, slot: str | None) -> LogSlot:
+        return self._log_slot(url, slot, self._logged_table())
+
+    def log_reader(self, options: LogOptions, observe: Observer) -> PostgresqlLogReader:
+        table = self._logged_table()
+        return PostgresqlLogReader(self._log_slot(options.url, options.slot, table), table, options, observe)
+
+    def _log_slot(self, url: URL, name: str | None, table: LoggedTable) -> LogSlot:
+        chosen = name or slot_name(url.database or url.username or "", self.tables)
+        return LogSlot(self.tables, self.runner, self.owners, table, chosen)
+
+    def _logged_table(self) -> LoggedTable:
+        """With a feed of its own for what the log leaves to the table, so that no claim takes anything else."""
+        selecting = LeftSelecting(self.tables, self.dialect, self.runner, self.wakeup)
+        feed = SqlFeed(
+            self.tables,
+            self.dialect,
+            self.runner,
+            callers=self.callers,
+            selecting=selecting,
+            settling=self.feed.settling,
+            burying=self.feed.burying,
+            wakeup=self.wakeup,
+        )
+        return LoggedTable(self.tables, self.dialect, self.runner, feed, selecting)
 
     def locate(self, engine: Engine) -> None:
         self._places.locate(engine)

@@ -1,0 +1,1 @@
+"""The write-ahead log as a relay's feed: rows leave in commit order, from a logical replication slot."""

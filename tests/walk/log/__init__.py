@@ -1,0 +1,1 @@
+"""Relays that read the write-ahead log of a real PostgreSQL."""

@@ -1,0 +1,213 @@
+"""Whatever is interrupted between a commit and the confirmed position, no message is lost and none stays behind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import create_async_engine
+
+from outbox import Outbox
+from outbox.stores.postgresql.wal.connection import ReplicationConnection, as_position
+from outbox.stores.postgresql.wal.table import LoggedTable
+from outbox.testing.servers import PostgreSQL
+
+from .conftest import Place
+
+
+async def confirmed(outbox: Outbox) -> int:
+    status = await outbox.wal.status()
+    return as_position(status.confirmed or "0/0")
+
+
+async def test_no_position_is_confirmed_before_the_row_is_deleted(
+    outbox: Outbox, make: Any, emit: Any, place: Place, rows: Any, until_empty: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed after the publish and before the deletion: it is sent again."""
+    await emit("first")
+    async with outbox.running(relay=True):
+        await place.until(1)
+        await until_empty()
+    before = await confirmed(outbox)
+    tried = asyncio.Event()
+
+    async def away(self: LoggedTable, ids: object) -> Any:
+        tried.set()
+        raise OSError("the database is away")
+
+    monkeypatch.setattr(LoggedTable, "done", away)
+    monkeypatch.setattr(ReplicationConnection, "end", _nothing)
+    running = asyncio.create_task(_relay(make(grace=0.5)))
+    await emit("second")
+    await place.until(2)
+    await tried.wait()
+    await asyncio.sleep(1.5)  # the server is told positions meanwhile
+    assert await rows() == 1
+    at_commit = await _position(outbox)
+    assert before <= await confirmed(outbox) < at_commit
+    running.cancel()
+    await asyncio.wait([running])
+    monkeypatch.undo()
+    async with outbox.running(relay=True):
+        assert await place.until(3) == ["first", "second", "second"]
+        await until_empty()
+
+
+async def test_what_was_deleted_and_not_confirmed_is_not_sent_again(
+    outbox: Outbox, emit: Any, place: Place, until_empty: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed after the deletion and before the position was confirmed."""
+    monkeypatch.setattr(ReplicationConnection, "send", lambda *args, **options: None)
+    monkeypatch.setattr(ReplicationConnection, "end", _nothing)
+    before = await confirmed(outbox)
+    async with outbox.running(relay=True):
+        await emit("first", "second")
+        await emit("third")
+        await place.until(3)
+        await until_empty()
+    assert await confirmed(outbox) == before
+    monkeypatch.undo()
+    async with outbox.running(relay=True):
+        await emit("fourth")
+        assert await place.until(4) == ["first", "second", "third", "fourth"]
+        await until_empty()
+    assert place.bodies == ["first", "second", "third", "fourth"]
+    assert await confirmed(outbox) > before
+
+
+async def test_what_was_put_off_and_not_confirmed_stays_with_the_table(
+    outbox: Outbox, make: Any, emit: Any, place: Place, until_empty: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ReplicationConnection, "send", lambda *args, **options: None)
+    monkeypatch.setattr(ReplicationConnection, "end", _nothing)
+    relay = make(relay_retry_delays=(2, 60))
+    place.refused.add("refused")
+    async with relay.running(relay=True):
+        await emit("refused", "taken")
+        await place.until(1)
+        async with asyncio.timeout(10):
+            while not [each for each in await outbox.messages() if each.attempt_count]:
+                await asyncio.sleep(0.02)
+    monkeypatch.undo()
+    place.refused.clear()
+    async with relay.running(relay=True):
+        await emit("next")
+        assert await place.until(3) == ["taken", "next", "refused"]
+        await until_empty()
+    assert place.asked == ["refused", "taken", "next", "refused"]
+
+
+async def test_a_part_of_a_transaction_confirms_nothing(
+    outbox: Outbox, make: Any, emit: Any, place: Place, until_empty: Any
+) -> None:
+    """A position within a transaction would have all of it sent again, and one behind it would lose the rest."""
+    relay = make(batch_size=2)
+    await emit("before")
+    async with relay.running(relay=True):
+        await place.until(1)
+        await until_empty()
+    before = await confirmed(outbox)
+    place.held = "3"
+    running = asyncio.create_task(_relay(relay))
+    await emit(*map(str, range(6)))
+    await until_only(outbox, 3)  # 0 and 1 as a batch, 2 beside the one that is held
+    await asyncio.sleep(1.5)  # the server is told positions meanwhile
+    assert await confirmed(outbox) == before
+    place.release()
+    assert await place.until(7) == ["before", "0", "1", "2", "3", "4", "5"]
+    await until_empty()
+    async with asyncio.timeout(10):
+        while await confirmed(outbox) == before:
+            await asyncio.sleep(0.05)
+    running.cancel()
+    await asyncio.wait([running])
+
+
+async def until_only(outbox: Outbox, count: int) -> None:
+    async with asyncio.timeout(10):
+        while len(await outbox.messages()) != count:
+            await asyncio.sleep(0.02)
+
+
+@asynccontextmanager
+async def hidden_commit(server: PostgreSQL, outbox: Outbox, body: bytes) -> AsyncIterator[Callable[[], Any]]:
+    """A commit that is in the log and that no other transaction sees yet: its standby does not answer."""
+    engine = create_async_engine(server.url.replace("postgresql://", "postgresql+psycopg://"))
+    administrator = engine.execution_options(isolation_level="AUTOCOMMIT")
+
+    async def standby(names: str) -> None:
+        async with administrator.connect() as connection:
+            await connection.execute(text(f"ALTER SYSTEM SET synchronous_standby_names = '{names}'"))
+            await connection.execute(text("SELECT pg_reload_conf()"))
+
+    async def emit() -> None:
+        async with outbox.transaction() as session:
+            await session.execute(text("SET LOCAL synchronous_commit = on"))
+            await outbox.emit(session, "order.created", body)
+
+    await standby("absent")
+    await asyncio.sleep(0.3)
+    emitting = asyncio.create_task(emit())
+    try:
+        await asyncio.sleep(0.5)
+        assert not emitting.done()
+
+        async def show() -> None:
+            await standby("")
+            await emitting
+
+        yield show
+    finally:
+        await standby("")
+        await asyncio.wait([emitting])
+        await engine.dispose()
+
+
+@pytest.fixture
+async def private(table_name: str, place: Place) -> AsyncIterator[tuple[PostgreSQL, Outbox]]:
+    with PostgreSQL(settings={"synchronous_commit": "local"}) as server:
+        url = server.url.replace("postgresql://", "postgresql+asyncpg://")
+        outbox = Outbox(
+            db_engine_url=url, table_name=table_name, transport=place.publish, relay_from="wal", poll_interval=0.2
+        )
+        await outbox.create_tables()
+        await outbox.wal.create()
+        yield server, outbox
+        await outbox.close()
+
+
+@pytest.mark.parametrize("is_running", [True, False])
+async def test_a_commit_that_others_do_not_see_yet_is_neither_lost_nor_left(
+    private: tuple[PostgreSQL, Outbox], place: Place, is_running: bool
+) -> None:
+    """What the log tells may be younger than what statements see: absent is not deleted."""
+    server, outbox = private
+    running = asyncio.create_task(_relay(outbox)) if is_running else None
+    async with hidden_commit(server, outbox, b"hidden") as show:
+        running = running or asyncio.create_task(_relay(outbox))
+        assert await place.until(1) == ["hidden"]
+        await show()
+        await until_only(outbox, 0)
+        running.cancel()
+        await asyncio.wait([running])
+    async with outbox.running(relay=True):
+        async with outbox.transaction() as session:
+            await outbox.emit(session, "order.created", b"next")
+        assert await place.until(2) == ["hidden", "next"]
+
+
+async def _relay(outbox: Outbox) -> None:
+    async with outbox.running(relay=True):
+        await asyncio.Event().wait()
+
+
+async def _position(outbox: Outbox) -> int:
+    async with outbox.transaction() as session:
+        return as_position(str(await session.scalar(text("SELECT pg_current_wal_insert_lsn()::text"))))
+
+
+async def _nothing(*args: object, **options: object) -> None: ...
