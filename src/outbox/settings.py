@@ -314,7 +314,7 @@ class Settings:
         observers = self.observers
         if observers is not None and not (isinstance(observers, Sequence) and all(map(callable, observers))):
             raise ConfigurationError("observers is a list of functions of an event")
-        for name in ("sync_wakeups", "log"):
+        for name in ("sync_wakeups", "log", "rebind_queues"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigurationError(f"{name}={getattr(self, name)!r}: True or False")
         self._set("retry_delays", as_retry_policy(self.retry_delays))
@@ -375,8 +375,6 @@ class Settings:
             raise ConfigurationError("inbox_retention=IMMEDIATELY would forget a message before its copy arrives")
 
     def _check_rebinding(self) -> None:
-        if not isinstance(self.rebind_queues, bool):
-            raise ConfigurationError(f"rebind_queues={self.rebind_queues!r}: True or False")
         at_rabbitmq = isinstance(self.transport, str) and self.transport.startswith(("amqp:", "amqps:"))
         has_database = self.db_engine is not None or self.db_engine_url is not None
         if self.rebind_queues and at_rabbitmq and not (self.rabbitmq_management_url or has_database):
