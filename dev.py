@@ -11,6 +11,7 @@
     python3 dev.py bench                     measure how fast it is, beside its limits and its peers
     python3 dev.py bench drain emit          these parts alone
     python3 dev.py chaos --seed 1            minutes of crashes and cuts, on real servers; no promise may break
+    python3 dev.py chaos --database standby  the same with one kind of database, broker or failover: --help names them
     python3 dev.py mutants                   break the library in every way that is written down, and see a test fail
     python3 dev.py mutants name other-name   these mutants alone
     python3 dev.py matrix                    run the tests on every version of Python, the servers and the dependencies

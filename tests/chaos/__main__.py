@@ -8,15 +8,17 @@ import signal
 import sys
 import time
 
-from tests.chaos.profiles import LONG
+from tests.chaos.profiles import FAIL_OVERS, LONG
 from tests.chaos.run import run
+
+KNOWN = {**LONG, **FAIL_OVERS}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--seed", type=int, help="the same faults as an earlier run (default: new ones)")
     parser.add_argument("--minutes", type=float, help="of each run (default: 3 on SQLite, 10 elsewhere)")
-    parser.add_argument("--database", choices=LONG, help="this one alone (default: one after the other)")
+    parser.add_argument("--database", choices=KNOWN, help=f"this one alone (default: {', '.join(LONG)})")
     arguments = parser.parse_args()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)  # processes, servers and mounts are put away first
@@ -28,7 +30,7 @@ def main() -> int:
 
 def survives(name: str, seed: int, minutes: float | None) -> bool:
     """Run one database's profile and print what came of it."""
-    profile = LONG[name] if minutes is None else LONG[name].lasting(minutes)
+    profile = KNOWN[name] if minutes is None else KNOWN[name].lasting(minutes)
     began = time.monotonic()
     report = run(profile, seed, lambda line: print(f"{time.monotonic() - began:7.1f} s  {line}", flush=True))
     print("", *report.lines(), "", sep="\n", flush=True)

@@ -34,11 +34,11 @@ class Service:
 class Application:
     """Its databases, its broker or its doorway, and what they say together."""
 
-    def __init__(self, services: Sequence[Service], disk_size: int, accounts: int, *, has_broker: bool) -> None:
+    def __init__(self, services: Sequence[Service], disk_size: int, accounts: int, broker: type[Broker] | None) -> None:
         self._services = services
         self._accounts = accounts
         self.databases = [service.database(disk_size) for service in services]
-        self.broker = Broker() if has_broker else None
+        self.broker = broker() if broker else None
         self.doorway = Doorway() if any(service.takes_http for service in services) else None
         self.homes = [
             Home(database, self.broker, service.listeners, self.doorway, service.takes_http)
@@ -108,6 +108,7 @@ class Application:
             at_least_once=self.broker is not None,
             balances=_joined(tables.balances for tables in each),
             asked=self.doorway.asked() if self.doorway is not None else (),
+            fail_overs=_joined(tables.fail_overs for tables in each),
         )
 
 

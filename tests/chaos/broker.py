@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping
 from contextlib import ExitStack, asynccontextmanager, suppress
 from typing import Self
@@ -34,7 +35,7 @@ RECOVERED_WITHIN = 20.0  # seconds for all queues after a crash
 CRASH = "[dets:sync(Names) || Names <- dets:all()], erlang:halt(137, [{flush, false}])."
 
 
-class _CountingBroker(RabbitMQ):
+class CountingRabbitMQ(RabbitMQ):
     """Knows at any time how many messages its queues hold, not only every five seconds."""
 
     def _variables(self) -> Mapping[str, str]:
@@ -43,19 +44,17 @@ class _CountingBroker(RabbitMQ):
         return {**variables, "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": arguments}
 
 
-class Broker:
+class Broker(ABC):
     """Where the queues of all services are."""
 
     def __init__(self) -> None:
         self._stack = ExitStack()
-        self._server = _CountingBroker(management=False)
         self._proxy = Proxy()
         self._looked_at, self._in_queues = 0.0, 0
-        self._has_crashed = False
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            stack.enter_context(self._server)
+            self._start_all(stack)
             stack.enter_context(self._proxy)
             self._stack = stack.pop_all()
         return self
@@ -63,39 +62,24 @@ class Broker:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
+    @abstractmethod
+    def _start_all(self, stack: ExitStack) -> None:
+        """Have a broker."""
+
+    @property
+    @abstractmethod
+    def _asked(self) -> RabbitMQ:
+        """The node that answers what the rig asks."""
+
+    @abstractmethod
     def link(self, name: str) -> Link:
-        return self._proxy.broker_link(name, self._server.port)
+        """A way through the proxy for one process."""
 
     # Faults.
 
-    def crash(self) -> None:
-        self._has_crashed = True
-        with suppress(ServerFailed):  # it ends before it has answered
-            self._server.control("eval", CRASH)
-        self._server.kill()
-
-    def stop(self) -> None:
-        self._server.stop()
-
-    def start(self) -> None:
-        """Start it; after a crash once more, as an operator would, if RabbitMQ 3.10 left a quorum queue down."""
-        self._server.start()
-        if self._has_crashed and not self._has_all_queues():
-            self._server.stop()
-            self._server.start()
-        self._has_crashed = False
-
-    def _has_all_queues(self) -> bool:
-        deadline = time.monotonic() + RECOVERED_WITHIN
-        while time.monotonic() < deadline:
-            if not any(line.endswith("\tdown") for line in self._listed("name", "state")):
-                return True
-            time.sleep(LOOK_EVERY)
-        return False
-
     def alarm(self, on: bool) -> None:
         """Let the broker believe that it has no memory left."""
-        self._server.control("set_vm_memory_high_watermark", NO_MEMORY if on else USUAL_MEMORY)
+        self._asked.control("set_vm_memory_high_watermark", NO_MEMORY if on else USUAL_MEMORY)
 
     def unbind(self) -> None:
         asyncio.run(self._with_channel(lambda channel: channel.queue_unbind(LONELY_QUEUE, EXCHANGE, LONELY_BINDING)))
@@ -142,11 +126,11 @@ class Broker:
         return waiting, buried
 
     def _listed(self, *columns: str) -> list[str]:
-        return self._server.control("list_queues", "--silent", *columns).splitlines()
+        return self._asked.control("list_queues", "--silent", *columns).splitlines()
 
     @asynccontextmanager
     async def _channel(self) -> AsyncIterator[AbstractChannel]:
-        connection = await aiormq.connect(self._server.url)
+        connection = await aiormq.connect(self._asked.url)
         try:
             yield await connection.channel()
         finally:
@@ -155,6 +139,50 @@ class Broker:
     async def _with_channel(self, work: object) -> None:
         async with self._channel() as channel:
             await work(channel)  # type: ignore[operator]
+
+
+class SingleNode(Broker):
+    """One node, which may crash with everything that it has not written to its disk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._server = CountingRabbitMQ(management=False)
+        self._has_crashed = False
+
+    def _start_all(self, stack: ExitStack) -> None:
+        stack.enter_context(self._server)
+
+    @property
+    def _asked(self) -> RabbitMQ:
+        return self._server
+
+    def link(self, name: str) -> Link:
+        return self._proxy.broker_link(name, self._server.port)
+
+    def crash(self) -> None:
+        self._has_crashed = True
+        with suppress(ServerFailed):  # it ends before it has answered
+            self._server.control("eval", CRASH)
+        self._server.kill()
+
+    def stop(self) -> None:
+        self._server.stop()
+
+    def start(self) -> None:
+        """Start it; after a crash once more, as an operator would, if RabbitMQ 3.10 left a quorum queue down."""
+        self._server.start()
+        if self._has_crashed and not self._has_all_queues():
+            self._server.stop()
+            self._server.start()
+        self._has_crashed = False
+
+    def _has_all_queues(self) -> bool:
+        deadline = time.monotonic() + RECOVERED_WITHIN
+        while time.monotonic() < deadline:
+            if not any(line.endswith("\tdown") for line in self._listed("name", "state")):
+                return True
+            time.sleep(LOOK_EVERY)
+        return False
 
 
 async def _contents(channel: AbstractChannel, queue: str) -> AsyncIterator[tuple[Message, Envelope]]:

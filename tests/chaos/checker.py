@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import sha256
 
-from tests.chaos.evidence import Buried, Change, Effect, FinalTables
+from tests.chaos.evidence import Buried, Change, Effect, FinalTables, Place
 from tests.chaos.fates import FATES, HANGING, MOST_ATTEMPTS, MOST_CRASHES, QUEUES
 from tests.chaos.history import COMMITTED, ROLLED_BACK, UNKNOWN, UNTOLD, Emitted, History
 
@@ -64,6 +64,7 @@ class Violation:
     kind: Kind
     what: str  # the id of a message, a transaction's number, or the name of a process
     detail: str = ""
+    queue: str = ""  # in which a message is lost
 
 
 def check(history: History, tables: FinalTables) -> list[Violation]:
@@ -82,9 +83,6 @@ def check(history: History, tables: FinalTables) -> list[Violation]:
         *_processes(history),
         *_balances(tables),
     ]
-
-
-Place = tuple[str, str]  # a message's id and a queue
 
 
 @dataclass
@@ -148,7 +146,7 @@ def _ends(facts: _Facts, at_least_once: bool) -> Iterator[Violation]:
         if waiting:
             yield Violation(Kind.STUCK, message.id, f"waits in {place[1] if not unrouted else 'no queue yet'}")
         if not ends and not waiting:
-            yield Violation(Kind.LOST, message.id, f"{message.fate}, {place[1]}: no trace of it")
+            yield Violation(Kind.LOST, message.id, f"{message.fate}, {place[1]}: no trace of it", place[1])
         if ends > 1 or (ends and waiting):
             yield Violation(
                 Kind.REPEATED, message.id, f"{place[1]}: {effects} effects, {letters} dead letters, {waiting} waiting"

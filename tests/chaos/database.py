@@ -178,7 +178,18 @@ class Database(ABC):
             )
 
 
-class _ServerOnDisk(PostgreSQL):
+class RecoveringPostgreSQL(PostgreSQL):
+    """May give up by itself, and be started again."""
+
+    def came_to_an_end(self) -> bool:
+        """Whether it gave up by itself; if so it can be started again."""
+        if self._process is None or self._process.poll() is None:
+            return False
+        self._wait_until_gone(self._process)
+        return True
+
+
+class _ServerOnDisk(RecoveringPostgreSQL):
     """Keeps its data on a disk that may be full."""
 
     def __init__(self, disk: Disk) -> None:
@@ -191,13 +202,6 @@ class _ServerOnDisk(PostgreSQL):
         account().owns(data)
         (self.folder / "data").symlink_to(data)
         super()._prepare()
-
-    def came_to_an_end(self) -> bool:
-        """Whether it gave up by itself; if so it can be started again."""
-        if self._process is None or self._process.poll() is None:
-            return False
-        self._wait_until_gone(self._process)
-        return True
 
 
 class ServerDatabase(Database):
@@ -226,6 +230,8 @@ class ServerDatabase(Database):
 
 class PostgresqlDatabase(ServerDatabase):
     """A private server, so it may be crashed, with a proxy before it."""
+
+    _server: RecoveringPostgreSQL
 
     def _start(self, stack: ExitStack) -> None:
         self._server = stack.enter_context(_ServerOnDisk(self.disk))

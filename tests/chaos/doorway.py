@@ -30,7 +30,7 @@ class HttpLink(Link):
     """Connections of one relay. What is set here holds for those that are open and those to come."""
 
     def __init__(self, name: str, behind: Path, loop: asyncio.AbstractEventLoop, unanswered: set[str]) -> None:
-        super().__init__(name, 0, loop)
+        super().__init__(name, (), loop)
         self.behind = behind
         self.unanswered = unanswered  # ids of messages at which the application hung, whatever relay sent them
         self.hangs = True  # at some messages, when they come for the first time
@@ -110,7 +110,7 @@ class _HttpPair(Pair):
     _link: HttpLink
     is_hanging = False
 
-    async def serve(self, server_port: int) -> None:
+    async def serve(self) -> None:
         server: asyncio.StreamReader | None = None
         while True:
             head, body = await _whole(self._client)

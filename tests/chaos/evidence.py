@@ -7,6 +7,8 @@ from datetime import datetime
 
 from tests.chaos.history import Emitted
 
+Place = tuple[str, str]  # a message's id and a queue
+
 
 @dataclass(frozen=True)
 class Effect:
@@ -73,6 +75,18 @@ class Balance:
 
 
 @dataclass(frozen=True)
+class FailOver:
+    """A primary that was killed, and what it had committed that the standby in its place did not have."""
+
+    killed_at: float
+    promoted_at: float  # from then on processes reached the new primary
+    is_synchronous: bool
+    vanished_orders: frozenset[str] = frozenset()  # numbers of transactions
+    vanished_effects: frozenset[Place] = frozenset()
+    kept_messages: frozenset[str] = frozenset()  # ids of those that the standby knew when it was promoted
+
+
+@dataclass(frozen=True)
 class FinalTables:
     """What the databases held in the end."""
 
@@ -85,3 +99,4 @@ class FinalTables:
     at_least_once: bool = False  # a broker may deliver a message twice, and then it may have two dead letters
     balances: tuple[Balance, ...] = ()
     asked: tuple[Asked, ...] = ()  # over HTTP, in the order in which it ended
+    fail_overs: tuple[FailOver, ...] = ()

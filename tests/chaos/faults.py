@@ -13,13 +13,15 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from operator import methodcaller
 
 from tests.chaos.application import Application
-from tests.chaos.broker import Broker
+from tests.chaos.broker import Broker, SingleNode
+from tests.chaos.cluster import Cluster, Node
 from tests.chaos.database import Database, ServerDatabase
 from tests.chaos.doorway import NO_ANSWER, REFUSALS, TAKEN, Doorway
 from tests.chaos.mariadb import MariadbDatabase
 from tests.chaos.processes import RELAY, WORKER, Crew, Member
 from tests.chaos.proxy import CONFIRM, Link
 from tests.chaos.schedule import Planned
+from tests.chaos.standby import PostgresqlPair
 
 HOUR = 3600.0
 CRASH, STOP = methodcaller("crash"), methodcaller("stop")
@@ -66,6 +68,10 @@ class Faults:
             "cut from the broker": self._cut_from_the_broker,
             "black hole to the broker": self._black_hole_to_the_broker,
             "cut at confirm": self._cut_at_confirm,
+            "kill the leader": self._kill_the_leader,
+            "kill a node": self._kill_a_node,
+            "restart a node": self._restart_a_node,
+            "fail over": self._fail_over,
             "crash everything": self._crash_everything,
             "restart everything": self._restart_everything,
             "unreachable": self._unreachable,
@@ -127,6 +133,15 @@ class Faults:
         async with self._alone[server]:
             await _away(STOP, fault.seconds, server)
 
+    async def _fail_over(self, fault: Planned) -> None:
+        """The primary dies, for good, while its standby is behind, and the standby takes over."""
+        pair = self._server(fault)
+        assert isinstance(pair, PostgresqlPair)
+        async with self._alone[pair]:
+            pair.hold_back()
+            await asyncio.sleep(fault.seconds)
+            await asyncio.to_thread(pair.fail_over)
+
     async def _end_sessions(self, fault: Planned) -> None:
         server = self._server(fault)
         async with self._alone[server]:
@@ -167,11 +182,27 @@ class Faults:
 
     async def _crash_broker(self, fault: Planned) -> None:
         async with self._broker_alone:
-            await _away(CRASH, fault.seconds, self._broker)
+            await _away(CRASH, fault.seconds, self._single_node)
 
     async def _restart_broker(self, fault: Planned) -> None:
         async with self._broker_alone:
-            await _away(STOP, fault.seconds, self._broker)
+            await _away(STOP, fault.seconds, self._single_node)
+
+    async def _kill_the_leader(self, fault: Planned) -> None:
+        await self._one_node_away(fault, self._cluster.kill_leader)
+
+    async def _kill_a_node(self, fault: Planned) -> None:
+        await self._one_node_away(fault, lambda: self._cluster.kill(self._node(fault)))
+
+    async def _restart_a_node(self, fault: Planned) -> None:
+        await self._one_node_away(fault, lambda: self._cluster.stop(self._node(fault)))
+
+    async def _one_node_away(self, fault: Planned, end: Callable[[], Node]) -> None:
+        """The others have a majority, and take over what it led."""
+        async with self._broker_alone:
+            node = await asyncio.to_thread(end)
+            await asyncio.sleep(fault.seconds)
+            await asyncio.to_thread(self._cluster.start, node)
 
     async def _memory_alarm(self, fault: Planned) -> None:
         """Nobody may publish, until there is memory again."""
@@ -257,11 +288,11 @@ class Faults:
 
     async def _crash_everything(self, fault: Planned) -> None:
         async with self._all_alone():
-            await _away(CRASH, fault.seconds, *self._servers, self._broker)
+            await _away(CRASH, fault.seconds, *self._servers, self._single_node)
 
     async def _restart_everything(self, fault: Planned) -> None:
         async with self._all_alone():
-            await _away(STOP, fault.seconds, *self._servers, self._broker)
+            await _away(STOP, fault.seconds, *self._servers, self._single_node)
 
     @asynccontextmanager
     async def _all_alone(self) -> AsyncIterator[None]:
@@ -297,6 +328,20 @@ class Faults:
         assert self._application.broker is not None
         return self._application.broker
 
+    @property
+    def _single_node(self) -> SingleNode:
+        assert isinstance(self._broker, SingleNode)
+        return self._broker
+
+    @property
+    def _cluster(self) -> Cluster:
+        assert isinstance(self._broker, Cluster)
+        return self._broker
+
+    def _node(self, fault: Planned) -> Node:
+        nodes = self._cluster.nodes
+        return nodes[int(fault.chance * len(nodes))]
+
     def _link(self, fault: Planned) -> Link:
         link = self._crew.named(fault.target).link
         assert link is not None
@@ -318,7 +363,7 @@ class Faults:
         return link
 
 
-async def _away(end: methodcaller, seconds: float, *servers: ServerDatabase | Broker) -> None:
+async def _away(end: methodcaller, seconds: float, *servers: ServerDatabase | SingleNode) -> None:
     """End them all at once, and start them again after a while."""
     await asyncio.gather(*(asyncio.to_thread(end, server) for server in servers))
     await asyncio.sleep(seconds)

@@ -10,7 +10,7 @@ import asyncio
 import socket
 import struct
 import threading
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -40,13 +40,13 @@ class Proxy:
         self._thread.join()
         self._loop.close()
 
-    def link(self, name: str, server_port: int) -> Link:
+    def link(self, name: str, *server_ports: int) -> Link:
         """A port of its own for one process, to PostgreSQL."""
-        return self.opened(lambda loop: Link(name, server_port, loop))
+        return self.opened(lambda loop: Link(name, server_ports, loop))
 
-    def broker_link(self, name: str, server_port: int) -> Link:
+    def broker_link(self, name: str, *server_ports: int) -> Link:
         """A port of its own for one process, to RabbitMQ."""
-        return self.opened(lambda loop: AmqpLink(name, server_port, loop))
+        return self.opened(lambda loop: AmqpLink(name, server_ports, loop))
 
     def opened(self, make: Callable[[asyncio.AbstractEventLoop], AnyLink]) -> AnyLink:
         """A link of any kind."""
@@ -72,10 +72,10 @@ class Link:
 
     _kind: ClassVar[type[Pair]]
 
-    def __init__(self, name: str, server_port: int, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, name: str, server_ports: Sequence[int], loop: asyncio.AbstractEventLoop) -> None:
         self.name = name  # what PostgreSQL will know connections by
         self.port = 0
-        self._server_port = server_port
+        self.server_ports = tuple(server_ports)  # a new connection leads to the first of them that takes it
         self._loop = loop
         self._pairs: set[Pair] = set()
         self._server: asyncio.Server | None = None
@@ -131,7 +131,7 @@ class Link:
         pair = self._kind(self, reader, writer)
         self._pairs.add(pair)
         try:
-            await pair.serve(self._server_port)
+            await pair.serve()
         except (OSError, asyncio.IncompleteReadError):
             pass  # one side is gone, or was never there: the other is told below
         finally:
@@ -178,9 +178,9 @@ class Pair:
         self._to_server: asyncio.StreamWriter | None = None
         self.is_cut = False  # what is still heard is not answered
 
-    async def serve(self, server_port: int) -> None:
+    async def serve(self) -> None:
         greeting = await self._greeting()
-        server, self._to_server = await asyncio.open_connection("127.0.0.1", server_port)
+        server, self._to_server = await self._reach()
         self._to_server.write(greeting)
         pumps = [asyncio.ensure_future(self._ask()), asyncio.ensure_future(self._answer(server))]
         try:
@@ -199,6 +199,14 @@ class Pair:
                 raw: socket.socket = writer.get_extra_info("socket")
                 raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             writer.transport.abort()
+
+    async def _reach(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """To the first server that is there, as a load balancer does."""
+        *others, last = self._link.server_ports
+        for port in others:
+            with suppress(ConnectionRefusedError):
+                return await asyncio.open_connection("127.0.0.1", port)
+        return await asyncio.open_connection("127.0.0.1", last)
 
     async def _greeting(self) -> bytes:
         """The client's first message, with the link's name in it; encryption is declined on the server's behalf."""

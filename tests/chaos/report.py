@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.chaos import checker
-from tests.chaos.checker import Violation
+from tests.chaos import checker, failovers
+from tests.chaos.checker import Kind, Violation
 from tests.chaos.evidence import FinalTables
+from tests.chaos.failovers import Verdict
 from tests.chaos.fates import FATES
 from tests.chaos.history import History
 from tests.chaos.profiles import Profile
@@ -29,9 +30,13 @@ class Report:
     seconds: float
     history: History
     tables: FinalTables
-    violations: list[Violation]
+    verdict: Verdict
     missed: Counter[str]
     skipped: dict[str, str] = field(default_factory=dict)  # kinds of faults that this machine cannot have, and why
+
+    @property
+    def violations(self) -> list[Violation]:
+        return self.verdict.violations
 
     @property
     def messages(self) -> int:
@@ -49,6 +54,8 @@ class Report:
             "",
             *self._mistakes(),
             "",
+            *self._leaders(),
+            *self._fail_overs(),
             f"  violations           {len(self.violations):>9}",
             *(f"    {kind:19}{count:>9}" for kind, count in checker.count(self.violations).items()),
             *(f"    {each.kind}: {each.what}: {each.detail}" for each in self.violations[:MOST_SHOWN]),
@@ -91,6 +98,36 @@ class Report:
             accounts = {each.account for each in balances}
             yield f"  balances compared    {len(balances):>9}   of {len(accounts)} accounts"
         yield f"  processes that ended {len(self.history.endings):>9}   {killed} killed"
+
+    def _leaders(self) -> Iterator[str]:
+        """How long everything stood still when the leader of a queue was killed."""
+        stood = failovers.pauses(self.history, self.tables, "kill the leader")
+        if stood:
+            longest = f"{statistics.median(stood):.1f} s without an effect, {max(stood):.1f} s at most"
+            yield f"  leaders killed       {len(stood):>9}   {longest}"
+            yield ""
+
+    def _fail_overs(self) -> Iterator[str]:
+        """What standbys did not have when they took over, and what followed from it."""
+        fail_overs = self.tables.fail_overs
+        if not fail_overs:
+            return
+        took = failovers.outages(self.tables)
+        orders = sum(len(each.vanished_orders) for each in fail_overs)
+        effects = sum(len(each.vanished_effects) for each in fail_overs)
+        told = failovers.told_and_vanished(self.history, self.tables)
+        outage = f"   {statistics.median(took):.1f} s to the next effect, {max(took):.1f} s at most" if took else ""
+        yield f"  failovers            {len(fail_overs):>9}{outage}"
+        yield f"  vanished orders      {orders:>9}   {told} of which a producer knew to be committed"
+        yield f"  vanished effects     {effects:>9}"
+        for kind, what in (
+            (Kind.TORN, "orders gone"),
+            (Kind.PHANTOM, "handled without order"),
+            (Kind.LOST, "lost messages"),
+        ):
+            found = {(each.what, each.queue) for each in self.verdict.forgotten if each.kind == kind}
+            yield f"  {what:21}{len(found):>9}   by a standby that was behind"
+        yield ""
 
     def _mistakes(self) -> Iterator[str]:
         """By kind: with how many messages it was made, and how these ended in their queues."""

@@ -14,8 +14,9 @@ from pathlib import Path
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from tests.chaos import checker, history
+from tests.chaos import history
 from tests.chaos.application import Application
+from tests.chaos.failovers import judge
 from tests.chaos.faults import Faults, Missed
 from tests.chaos.history import Historian
 from tests.chaos.processes import PRODUCER, RELAY, WORKER, Crew, Home, Member
@@ -38,15 +39,15 @@ def run(profile: Profile, seed: int, say: Say = lambda _: None) -> Report:
     for name in ("histories", "logs", "killed", "children"):
         (folder / name).mkdir()
     began = time.monotonic()
-    with Application(profile.services, profile.disk, profile.accounts, has_broker=profile.has_broker) as application:
+    with Application(profile.services, profile.disk, profile.accounts, profile.broker) as application:
         rig = _Rig(profile, seed, folder, application, say)
         asyncio.run(rig.run())
         told, tables = history.read(folder / "histories"), application.final_tables()
     say("checking")
-    violations = checker.check(told, tables)
+    verdict = judge(told, tables)
     seconds = time.monotonic() - began
-    report = Report(profile, seed, folder, seconds, told, tables, violations, rig.missed, rig.skipped)
-    if violations:
+    report = Report(profile, seed, folder, seconds, told, tables, verdict, rig.missed, rig.skipped)
+    if report.violations:
         (folder / "violations.txt").write_text("\n".join(report.evidence()) + "\n")
     else:
         shutil.rmtree(folder)

@@ -55,6 +55,16 @@ KINDS_OF_BROKER: Mapping[str, Kind] = {
     "cut at confirm": Kind((RELAY, WORKER, RELAY), 3),
 }
 
+KINDS_OF_CLUSTER: Mapping[str, Kind] = {
+    "kill the leader": Kind(BROKER, 20, 0.2, 1.0),
+    "kill a node": Kind(BROKER, 4, 0.2, 1.0),
+    "restart a node": Kind(BROKER, 4, 0.0, 0.3),
+}
+
+KINDS_OF_STANDBY: Mapping[str, Kind] = {
+    "fail over": Kind(DATABASE, 20, 0.02, 0.4),  # for so long the standby gets nothing before the primary dies
+}
+
 KINDS_OF_SERVICES: Mapping[str, Kind] = {
     "crash everything": Kind(EVERYBODY, 1, 0.0, 0.8),
     "restart everything": Kind(EVERYBODY, 1, 0.0, 0.3),
@@ -77,6 +87,19 @@ ON_RABBITMQ = (*KINDS, *KINDS_OF_BROKER)
 # Not a full disk: the server would wait for an operator, its data and all.
 ON_MARIADB = (*(kind for kind in KINDS if kind != "full disk"), *KINDS_OF_MARIADB)
 ON_MARIADB_AND_RABBITMQ = (*ON_MARIADB, *KINDS_OF_BROKER)
+
+# Not a deleted queue: a node that is killed within half a second of its declaration forgets its name.
+ON_CLUSTER = (
+    *(kind for kind in KINDS if kind not in ("full disk", "wrong clock")),
+    *(kind for kind in KINDS_OF_BROKER if kind not in ("crash the broker", "restart the broker", "delete a queue")),
+    *KINDS_OF_CLUSTER,
+)
+# The disks are of the two servers, which are other ones after each failover.
+ON_STANDBY = (
+    *(kind for kind in KINDS if kind != "full disk"),
+    *(kind for kind in KINDS_OF_BROKER if kind in ("cut from the broker", "cut at confirm")),
+    *KINDS_OF_STANDBY,
+)
 
 ON_TWO_SERVICES = (*ON_RABBITMQ, *KINDS_OF_SERVICES)
 SHORTLY_ON_TWO_SERVICES = (
@@ -136,7 +159,15 @@ def schedule(
 ) -> list[Planned]:
     """`count` faults over so many seconds, every kind among them, in an order and at moments of chance."""
     chance = random.Random(seed)
-    known = {**KINDS, **KINDS_OF_BROKER, **KINDS_OF_SERVICES, **KINDS_OF_HTTP, **KINDS_OF_MARIADB}
+    known = {
+        **KINDS,
+        **KINDS_OF_BROKER,
+        **KINDS_OF_CLUSTER,
+        **KINDS_OF_STANDBY,
+        **KINDS_OF_SERVICES,
+        **KINDS_OF_HTTP,
+        **KINDS_OF_MARIADB,
+    }
     chosen = list(kinds) + chance.choices(kinds, [known[kind].weight for kind in kinds], k=max(0, count - len(kinds)))
     chosen = chosen[:count]
     chance.shuffle(chosen)

@@ -13,6 +13,7 @@ import pytest
 from sqlalchemy import make_url
 from yarl import URL
 
+from outbox.testing.servers.private_server import free_port
 from tests.broker import VirtualHost
 from tests.chaos.proxy import CONFIRM, Link, Proxy
 
@@ -50,6 +51,19 @@ async def test_a_large_answer_comes_through_whole(link: Link, postgresql_url: st
         rows = await cursor.fetchall()
     assert [row[0] for row in rows] == list(range(1, 2001))
     assert {row[1] for row in rows} == {"x" * 1000}
+
+
+async def test_a_new_connection_leads_to_the_next_server_where_one_is_gone(link: Link, postgresql_url: str) -> None:
+    link.server_ports = (free_port(), *link.server_ports)
+    async with connected(link, postgresql_url) as connection:
+        await connection.execute("SELECT 1")
+
+
+async def test_where_no_server_is_a_connection_ends(link: Link, postgresql_url: str) -> None:
+    link.server_ports = (free_port(), free_port())
+    with pytest.raises(psycopg.OperationalError):
+        async with connected(link, postgresql_url):
+            pass
 
 
 async def test_a_cut_ends_connections_and_the_next_one_works(link: Link, postgresql_url: str) -> None:

@@ -7,11 +7,13 @@ import random
 import pytest
 
 from tests.chaos.fates import FATES, ORDERS, QUEUES, REPLIES, SWITCHED_OFF, choose
-from tests.chaos.profiles import LONG, SHORT, Profile
+from tests.chaos.profiles import FAIL_OVERS, LONG, SHORT, Profile
 from tests.chaos.schedule import Planned, schedule
 
 PROFILES = {
-    f"{size} {name}": profile for size, each in (("short", SHORT), ("long", LONG)) for name, profile in each.items()
+    f"{size} {name}": profile
+    for size, each in (("short", SHORT), ("long", LONG), ("long", FAIL_OVERS))
+    for name, profile in each.items()
 }
 
 

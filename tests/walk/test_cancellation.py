@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import psycopg
 import pytest
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -435,6 +436,61 @@ SWEEPS = [
 @pytest.mark.parametrize(("database_url", "case"), SWEEPS, indirect=["database_url"])
 async def test_it_can_be_cancelled_wherever_it_waits(stage: Stage, case: Case) -> None:
     await _sweep(stage, case)
+
+
+@asynccontextmanager
+async def _entered_slowly(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[asyncio.Event]:
+    """psycopg 3.3.9 and later gives other tasks a turn while it enters a pipeline, and so does every version here."""
+    enter, entered = psycopg.AsyncPipeline.__aenter__, asyncio.Event()
+
+    async def enter_and_wait(self: psycopg.AsyncPipeline) -> psycopg.AsyncPipeline:
+        pipeline = await enter(self)
+        entered.set()
+        await asyncio.sleep(60)
+        return pipeline
+
+    with monkeypatch.context() as patch:
+        patch.setattr(psycopg.AsyncPipeline, "__aenter__", enter_and_wait)
+        yield entered
+
+
+@pytest.mark.parametrize("database_url", ["postgresql+psycopg"], indirect=True)
+async def test_a_batch_that_is_cancelled_while_psycopg_begins_it_leaves_no_connection_in_its_pipeline(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def emit_two(*bodies: str) -> None:
+        async with outbox.transaction() as session:
+            connection = await (await session.connection()).get_raw_connection()
+            driver: Any = connection.driver_connection
+            assert driver.info.pipeline_status == psycopg.pq.PipelineStatus.OFF
+            await outbox.emit_many(session, "order.paid", bodies)
+
+    await outbox.create_tables()
+    async with _entered_slowly(monkeypatch) as entered:
+        task = asyncio.create_task(emit_two("cut", "off"))
+        await entered.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    for _ in range(2):  # on the connection that the pool has now
+        await emit_two("in", "one")
+    assert [stored.message.body for stored in await outbox.messages()] == [b'"in"', b'"one"'] * 2
+
+
+@pytest.mark.parametrize("database_url", ["postgresql+psycopg"], indirect=True)
+async def test_a_batch_that_is_cancelled_on_a_connection_of_psycopgs_own_ends_that_connection(
+    outbox: Outbox, database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await outbox.create_tables()
+    connection = await psycopg.AsyncConnection.connect(database_url.replace("+psycopg", ""))
+    async with _entered_slowly(monkeypatch) as entered:
+        task = asyncio.create_task(outbox.emit_many(connection, "order.paid", ["cut", "off"]))
+        await entered.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert connection.closed
+    assert not await outbox.messages()
 
 
 async def _sweep(stage: Stage, case: Case) -> None:

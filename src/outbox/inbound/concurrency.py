@@ -160,7 +160,8 @@ class Exclusive:
                 await asyncio.sleep(pause)
                 pause = 0
             if pause > 0 or self._stopped:
-                yield timedelta(seconds=max(0, pause))
+                # This process is alone no more after a stop, however long it waited before; another one may be.
+                yield timedelta(seconds=0 if self._stopped else pause)
                 return
             self.is_kept, began, in_vain = True, time.monotonic(), True
             try:

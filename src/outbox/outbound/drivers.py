@@ -5,6 +5,7 @@ The statement is the store's own, compiled once for each driver. A further drive
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -141,15 +142,28 @@ class AsyncPsycopgTransaction(PsycopgTransaction):
     begin = "async with connection.transaction()"
 
     def execute(self, text: str, rows: Sequence[Parameters]) -> int:
-        async def work() -> int:
-            async with sys.modules["psycopg"].AsyncCursor(self.connection) as cursor:
-                await (cursor.executemany(text, rows) if len(rows) > 1 else cursor.execute(text, rows[0]))
-                if cursor.rowcount < 0:
-                    async with self.connection.pipeline():
-                        pass
-                return int(cursor.rowcount)
+        return await_only(self._batch(text, rows) if len(rows) > 1 else self._work(text, rows))
 
-        return await_only(work())
+    async def _batch(self, text: str, rows: Sequence[Parameters]) -> int:
+        """psycopg leaves its connection in pipeline mode if it is cancelled while it enters it: then this ends it."""
+        before = self.connection.info.pipeline_status
+        try:
+            return await self._work(text, rows)
+        except BaseException as error:
+            if self.connection.closed or self.connection.info.pipeline_status == before:
+                raise
+            await self.connection.close()
+            if isinstance(error, AssertionError) and isinstance(error.__context__, asyncio.CancelledError):
+                raise error.__context__ from None
+            raise
+
+    async def _work(self, text: str, rows: Sequence[Parameters]) -> int:
+        async with sys.modules["psycopg"].AsyncCursor(self.connection) as cursor:
+            await (cursor.executemany(text, rows) if len(rows) > 1 else cursor.execute(text, rows[0]))
+            if cursor.rowcount < 0:
+                async with self.connection.pipeline():
+                    pass
+            return int(cursor.rowcount)
 
 
 class SqliteTransaction(DriverTransaction):

@@ -7,7 +7,9 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable,
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from sqlalchemy import URL, Connection, Engine, Executable, func, select
+from sqlalchemy import URL, Connection, Engine, Executable, event, func, select
+from sqlalchemy.dialects.postgresql.psycopg import PGDialectAsync_psycopg
+from sqlalchemy.engine import ExceptionContext
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from sqlalchemy.util import await_only
@@ -15,6 +17,22 @@ from sqlalchemy.util import await_only
 from outbox.core.errors import ConfigurationError
 from outbox.core.prepared import dialect_for, prepare
 from outbox.stores.runner import WORK_WITHIN, Runner, spare
+
+
+@event.listens_for(PGDialectAsync_psycopg, "handle_error")
+def _left_in_pipeline(context: ExceptionContext) -> BaseException | None:
+    """End a connection that psycopg leaves in pipeline mode, and tell the caller what happened: it was cancelled.
+
+    `executemany` that is cancelled while it enters the pipeline (psycopg 3.3.9 and later wait there) fails an assertion
+    instead of leaving it, and the next statement on that connection would get no results.
+    """
+    error = context.original_exception
+    if not isinstance(error, AssertionError) or not isinstance(error.__context__, asyncio.CancelledError):
+        return None
+    context.is_disconnect = True
+    context.invalidate_pool_on_disconnect = False  # the others are in order
+    return error.__context__
+
 
 # Pooling: what a connection pooler such as PgBouncer asks of a driver when any transaction may run on any connection.
 # Nothing of ours outlives a transaction: no session's lock, no SET, no temporary table. What is left are prepared
