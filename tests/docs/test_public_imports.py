@@ -14,6 +14,7 @@ from .pages import ROOT, Page, all_pages
 
 PUBLIC = (
     "outbox",
+    "outbox.django",
     "outbox.events",
     "outbox.extend",
     "outbox.sqlite",

@@ -112,6 +112,42 @@ def test_a_private_postgresql_is_started_for_those_who_ask(
     run(pytester, "-p", "no:asyncio").assert_outcomes(passed=2)
 
 
+def test_tests_on_one_server_see_no_rows_of_each_other(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        import asyncio
+
+        import pytest
+
+
+        @pytest.mark.parametrize("turn", [1, 2])
+        def test_it_is_empty(outbox_on_postgresql, turn):
+            async def emit_and_leave():
+                assert await outbox_on_postgresql.messages() == []
+                async with outbox_on_postgresql.transaction() as session:
+                    await outbox_on_postgresql.emit(session, "order.left", turn)
+                assert len(await outbox_on_postgresql.messages()) == 1
+                await outbox_on_postgresql.close()
+
+            asyncio.run(emit_and_leave())
+        """
+    )
+    run(pytester, "-p", "no:asyncio").assert_outcomes(passed=2)
+
+
+def test_processes_of_one_run_have_tables_of_their_own(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw7")
+    pytester.makepyfile(
+        """
+        def test_the_name(outbox_on_postgresql):
+            assert outbox_on_postgresql.settings.table_name == "outbox_gw7"
+        """
+    )
+    run(pytester, "-p", "no:asyncio").assert_outcomes(passed=1)
+
+
 def test_the_plugin_starts_nothing_and_loads_no_driver(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         """

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator
 from types import FrameType
 from typing import Any, NamedTuple, Self
 
 import greenlet
 
-_LIBRARIES = ("outbox", "sqlalchemy", "contextlib")  # what may stand between the application and its line
+# What may stand between the application and the library.
+_BETWEEN = ("outbox.", "sqlalchemy.")
+_MODULES = ("outbox", "sqlalchemy", "contextlib")
 
 
 class CallersLine(NamedTuple):
@@ -22,27 +23,24 @@ class CallersLine(NamedTuple):
 
     @classmethod
     def here(cls) -> Self:
-        """The line that led to this call."""
-        own = sys._getframe(1)
-        frame = next((frame for frame in _outwards(own) if not _is_of_a_library(frame)), own)
+        """The line that led to this call, through a greenlet of SQLAlchemy too."""
+        own = frame = sys._getframe(1)
+        here = greenlet.getcurrent()
+        while True:
+            name = str(frame.f_globals.get("__name__"))
+            if not name.startswith(_BETWEEN) and name not in _MODULES:
+                break
+            outer: FrameType | None = frame.f_back
+            if outer is None and here.parent is not None:  # the coroutine that waits for the greenlet
+                here = here.parent
+                outer = here.gr_frame
+            if outer is None:
+                frame = own
+                break
+            frame = outer
         return cls(frame.f_code.co_filename, frame.f_lineno, frame.f_globals)
 
     def warn(self, text: str, category: type[Warning]) -> None:
         """Give a warning that names this line."""
         module, shown = self.namespace.get("__name__"), self.namespace.setdefault("__warningregistry__", {})
         warnings.warn_explicit(text, category, self.file, self.line, module=module, registry=shown)
-
-
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    """A frame and its callers, from a greenlet of SQLAlchemy on to the coroutine that waits for it."""
-    here = greenlet.getcurrent()
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-        if frame is None and here.parent is not None:
-            here = here.parent
-            frame = here.gr_frame
-
-
-def _is_of_a_library(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__")).partition(".")[0] in _LIBRARIES

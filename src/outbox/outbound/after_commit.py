@@ -179,9 +179,11 @@ class SessionCommits:
         self.is_abandoned = transaction is not self._decided
         self._decided = None
         emitted_at, self.emitted_at = self.emitted_at, None
-        if waiting is not None and waiting.actions and emitted_at is not None:
+        if waiting is not None and waiting.actions:
             awaits = async_session(transaction.session) is not None
-            emitted_at.warn(_forgotten_commit(len(waiting.actions), "await " if awaits else ""), NotAtomicWarning)
+            (emitted_at or CallersLine.here()).warn(
+                _forgotten_commit(len(waiting.actions), "await " if awaits else ""), NotAtomicWarning
+            )
         if not self.keeps_hooks:
             for hook in self.taken():
                 hook.run()
@@ -233,8 +235,8 @@ def committing(session: Session | Connection, aborted: Aborted) -> Waiting:
     guard(session, aborted)
     if not isinstance(session, Session):
         return waiting_on(session)
-    commits = commits_of(session)
-    if commits.emitted_at is None:
+    commits: SessionCommits = session.info[_KEY]
+    if commits.emitted_at is None and not commits.keeps_hooks:  # a block of ours commits by itself
         commits.emitted_at = CallersLine.here()
     return waiting_in(session)
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,5 +39,21 @@ def outbox_on_sqlite(outbox_sqlite_url: str) -> Iterator[Outbox]:
     """An Outbox on a SQLite file of this test's own, closed afterwards."""
     outbox = Outbox(db_engine_url=outbox_sqlite_url)
     yield outbox
+    _run(outbox.close)
+
+
+@pytest.fixture
+def outbox_on_postgresql(outbox_postgresql_url: str) -> Iterator[Outbox]:
+    """An Outbox on `outbox_postgresql_url` without rows; the processes of pytest-xdist have tables of their own."""
+    from outbox.testing.clearing import clear
+
+    name = f"outbox_{os.environ.get('PYTEST_XDIST_WORKER', 'main')}"
+    outbox = Outbox(db_engine_url=outbox_postgresql_url, table_name=name, sync_wakeups=False)
+    _run(lambda: clear(outbox))
+    yield outbox
+    _run(outbox.close)
+
+
+def _run(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
     with ThreadPoolExecutor(1) as thread:  # where no event loop can be running already
-        thread.submit(lambda: asyncio.run(outbox.close())).result()
+        thread.submit(lambda: asyncio.run(work())).result()
