@@ -64,7 +64,7 @@ def on_post_build(config: Any) -> None:
     for path in sorted(Path(config.site_dir).rglob("*.html")):
         for found in FOREIGN.findall(path.read_text()):
             if 'rel="canonical"' not in found:
-                log.warning(f"{path.relative_to(config.site_dir)} asks another host: {found}")
+                log.warning("%s asks another host: %s", path.relative_to(config.site_dir), found)
 
 
 def anchor(heading: str, separator: str) -> str:
