@@ -124,7 +124,7 @@ def _tables(differences: list[Difference]) -> Iterator[Finding]:
     for difference in differences:
         level = Level.ERROR if difference.breaks else Level.WARNING
         what = f"{difference.table}: {difference.what}"
-        yield Finding(level, "tables", what, "outbox tables check prints the SQL that mends it")
+        yield Finding(level, "tables", what, "outbox tables check prints the SQL that fixes it")
 
 
 def _clocks(examination: Examination) -> Finding:

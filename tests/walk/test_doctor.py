@@ -158,7 +158,7 @@ async def test_a_warning_counts_only_if_it_shall(command: Command, outbox: Outbo
     ran = await command.run("doctor")
     assert ran.code == 0
     assert f"warning  tables: {table_name}: the index {table_name}_claim is missing\n" in ran.stdout
-    assert "         -> outbox tables check prints the SQL that mends it\n" in ran.stdout
+    assert "         -> outbox tables check prints the SQL that fixes it\n" in ran.stdout
     strict = await command.run("doctor", "--strict", "--json")
     assert (strict.code, strict.document["healthy"]) == (ExitCode.UNHEALTHY, False)
 

@@ -38,9 +38,9 @@ Ids = Annotated[
     list[int] | None, typer.Argument(metavar="[ID]...", help="Ids, as the list shows them.", show_default=False)
 ]
 All = Annotated[bool, typer.Option("--all", help="All of them, or all that the other options choose.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Only count which ones it would be.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only count them; change nothing.")]
 Rate = Annotated[float | None, typer.Option(min=0.01, metavar="NUMBER", help="At most this many per second.")]
-Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
+Yes = Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")]
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def show_dead_letter(
     )
 
 
-@app.command("replay", short_help="Try dead letters again.")
+@app.command("replay", short_help="Replay dead letters.")
 @selecting
 def replay_dead_letters(
     ids: Ids = None,
@@ -137,7 +137,7 @@ def replay_dead_letters(
     as_json: AsJson = False,
     outbox_name: OutboxName = "",
 ) -> None:
-    """Try dead letters again, each in the queue where it died, with fresh attempts."""
+    """Replay dead letters, each in the queue where it died, with fresh attempts."""
     choice = Choice.of(ids, everything, filter)
     outbox = find_outbox(outbox_name)
     letters = ask(outbox, lambda: choice.found(outbox.dead_letters))
