@@ -31,9 +31,8 @@ async def measure(database: Database, settings: Settings) -> Report:
         f"{number(MESSAGES)} signed CloudEvents of 256 bytes, {CONCURRENCY} requests under way at a time, from one "
         "process to one uvicorn process. By hand a request is BEGIN, INSERT, COMMIT over asyncpg, then 204: it looks "
         "at nothing, and what comes twice is stored twice. With care its signature is verified, it is parsed, and "
-        "written with ON CONFLICT DO NOTHING through a session. `http_app` does all of that and writes an inbox "
-        "entry and a message; what comes while one transaction is written shares the next. No listener handles what it "
-        "stored.",
+        "written with ON CONFLICT DO NOTHING through a session. `http_app` does all of that and writes an inbox entry "
+        "and a message; what comes while one transaction is written shares the next. No listener handles it.",
         ("", "requests/s", "to by hand", "processor time of the server, µs per request"),
         [
             (

@@ -1,4 +1,4 @@
-"""The transactional outbox and inbox: what your transaction says happened is told to everyone."""
+"""The transactional outbox and inbox: a message is delivered if, and only if, your transaction commits."""
 
 import typing
 

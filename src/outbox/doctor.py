@@ -127,7 +127,7 @@ def _tables(differences: list[Difference]) -> Iterator[Finding]:
     for difference in differences:
         level = Level.ERROR if difference.breaks else Level.WARNING
         what = f"{difference.table}: {difference.what}"
-        yield Finding(level, "tables", what, "outbox tables check prints the SQL that mends it")
+        yield Finding(level, "tables", what, "outbox tables check prints the SQL that fixes it")
 
 
 def _bodies(outbox: Outbox, examination: Examination) -> Iterator[Finding]:
@@ -235,8 +235,9 @@ def _leases(claimable: list[Claimable], patience: timedelta) -> Finding:
     if late:
         since = max(each.expired_for for each in late if each.expired_for is not None)
         where = ", ".join(place_of(each.queue) for each in late)
-        what = f"{sum(each.expired for each in late)} ran out, the first {in_words(since)} ago, and nobody has claimed "
-        advice = "whoever held them died or hangs, and nobody else serves the queue: look at its processes"
+        expired = sum(each.expired for each in late)
+        what = f"{expired} ran out, the first {in_words(since)} ago, and no process has claimed "
+        advice = "their worker died or hangs, and no other one serves the queue: check its processes"
         return Finding(Level.WARNING, "leases", f"{what}the messages since: {where}", advice)
     ends = [each.next_end for each in claimable if each.next_end is not None]
     soonest = f", the first ends in {in_words(min(ends))} unless it is renewed" if ends else ""
@@ -258,7 +259,7 @@ def _overdue(claimable: list[Claimable], patience: timedelta, backlog: Backlog) 
             yield Finding(Level.WARNING, "due messages", f"{what}, while {each.leased} are in work", advice)
         else:
             advice = "start a worker for the queue" if each.queue else "start a worker or a relay"
-            yield Finding(Level.ERROR, "due messages", f"{what}, and nobody claims them", advice)
+            yield Finding(Level.ERROR, "due messages", f"{what}, and no process claims them", advice)
 
 
 async def _refused(outbox: Outbox, claimable: list[Claimable], patience: timedelta) -> list[Finding]:

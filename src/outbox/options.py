@@ -50,7 +50,7 @@ class Options(TypedDict, total=False):
     Default: none.
     """
     unroutable: Mapping[str, str] | None
-    """Messages nobody needs: `{"audit.#": "discard"}`. All others wait until a queue is bound to them.
+    """Messages that no listener needs: `{"audit.#": "discard"}`. All others wait until a queue is bound to them.
     Default: none.
     """
     exchange_name: str | None
@@ -72,8 +72,8 @@ class Options(TypedDict, total=False):
     15671 with TLS.
     """
     source: str | None
-    """Who says it: the `source` of CloudEvents over HTTP, a URI or the path of one, such as `/shop`. Set it if
-    receivers should know you by a name of your own; with another source they take a message for another one.
+    """The `source` of CloudEvents over HTTP: a URI or the path of one, such as `/shop`. Receivers identify a message
+    by source and id: after a change of source a repeated message looks new to them.
     Default: `/`, the database's name, `/`, the table's name.
     """
     rebind_queues: bool | None
@@ -94,7 +94,8 @@ class Options(TypedDict, total=False):
     Default: none: nothing is signed.
     """
     poll_interval: Seconds | None
-    """Longest sleep between two looks at the table. Wake-ups come sooner; lower it where none can.
+    """Longest time between two polls of the table. Notifications arrive sooner; lower it where they are not
+    available, for example behind PgBouncer.
     Default: 1 s.
     """
     sync_wakeups: bool | None
@@ -127,17 +128,17 @@ class Options(TypedDict, total=False):
     Default: 500.
     """
     prefetch_count: int | None
-    """Most messages of one queue in a worker's hands. It takes that many only while it handles them quickly.
-    Suspected messages that wait at RabbitMQ come on top.
+    """Most messages of one queue that a worker takes ahead (prefetch). It takes that many only while it handles them
+    quickly. Suspected poison messages that wait at RabbitMQ come on top.
     Default: 2000.
     """
     lease: Seconds | None
-    """How long a claim holds without a sign of life. It is renewed at a third: it bounds how late a dead worker's
-    messages come back, not how long a listener may run.
+    """How long a claim is valid unless it is renewed (visibility timeout). It is renewed at a third: it bounds how
+    late a dead worker's messages are redelivered, not how long a listener may run.
     Default: 60 s.
     """
     grace: Seconds | None
-    """How long running listeners may go on after SIGTERM.
+    """Shutdown timeout: how long running listeners may go on after SIGTERM.
     Default: 30 s.
     """
     retry_delays: RetryDelays | None
@@ -149,20 +150,21 @@ class Options(TypedDict, total=False):
     Default: exponential from 1 s to 5 min, with jitter, without end.
     """
     restart_delay: RestartDelay | None
-    """Pause of a relay or worker after an error of its database or broker: a duration, or a function of how many
-    came in a row and of the last one.
+    """Backoff of a relay or worker after an error of its database or broker: a duration, or a function of how many
+    errors came in a row and of the last one.
     Default: from 0.2 s, doubling up to 10 s or, for a relay, 30 s; over HTTP from 1 s to 7.5 s.
     """
     expiration: Seconds | None
-    """How long messages are worth delivering, from when they are due. Past it they are dead letters.
+    """Time to live of messages, from when they are due. Past it they are dead letters.
     Default: none.
     """
     clean_up_after: Retention | None
-    """How long done messages are kept: `IMMEDIATELY`, `NEVER`, or a timedelta. Keep them to see a message's walk.
+    """How long done messages are kept: `IMMEDIATELY`, `NEVER`, or a timedelta. Keep them to see their history.
     Default: `IMMEDIATELY`.
     """
     inbox_retention: Retention | None
-    """How long handled message ids are remembered. A message that is older is a dead letter, not handled again.
+    """How long handled message ids (idempotency keys) are kept. An older message becomes a dead letter instead of
+    being handled again.
     Default: 30 days.
     """
     fresh_dead_letters: Seconds | None

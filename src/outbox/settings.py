@@ -89,7 +89,7 @@ class Settings:
     )
     unroutable: Mapping[str, str] = option(
         None,
-        'Messages nobody needs: `{"audit.#": "discard"}`. All others wait until a queue is bound to them.',
+        'Messages that no listener needs: `{"audit.#": "discard"}`. All others wait until a queue is bound to them.',
         shown="none",
         parse=json_object('{"audit.#": "discard"}'),
     )
@@ -119,8 +119,8 @@ class Settings:
     )
     source: str | None = option(
         None,
-        "Who says it: the `source` of CloudEvents over HTTP, a URI or the path of one, such as `/shop`. Set it if "
-        "receivers should know you by a name of your own; with another source they take a message for another one.",
+        "The `source` of CloudEvents over HTTP: a URI or the path of one, such as `/shop`. Receivers identify a "
+        "message by source and id: after a change of source a repeated message looks new to them.",
         shown="`/`, the database's name, `/`, the table's name",
         parse=str,
     )
@@ -149,7 +149,8 @@ class Settings:
     )
     poll_interval: Seconds = option(
         1.0,
-        "Longest sleep between two looks at the table. Wake-ups come sooner; lower it where none can.",
+        "Longest time between two polls of the table. Notifications arrive sooner; lower it where they are not "
+        "available, for example behind PgBouncer.",
         parse=parse_duration,
     )
     sync_wakeups: bool = option(
@@ -191,17 +192,19 @@ class Settings:
     )
     prefetch_count: int = option(
         2000,
-        "Most messages of one queue in a worker's hands. It takes that many only while it handles them quickly. "
-        "Suspected messages that wait at RabbitMQ come on top.",
+        "Most messages of one queue that a worker takes ahead (prefetch). It takes that many only while it handles "
+        "them quickly. Suspected poison messages that wait at RabbitMQ come on top.",
         parse=whole_number,
     )
     lease: Seconds = option(
         60.0,
-        "How long a claim holds without a sign of life. It is renewed at a third: it bounds how late a dead worker's "
-        "messages come back, not how long a listener may run.",
+        "How long a claim is valid unless it is renewed (visibility timeout). It is renewed at a third: it bounds "
+        "how late a dead worker's messages are redelivered, not how long a listener may run.",
         parse=parse_duration,
     )
-    grace: Seconds = option(30.0, "How long running listeners may go on after SIGTERM.", parse=parse_duration)
+    grace: Seconds = option(
+        30.0, "Shutdown timeout: how long running listeners may go on after SIGTERM.", parse=parse_duration
+    )
     retry_delays: RetryDelays = option(
         (1, 10, 60, 300),
         "Delays between a listener's attempts: a sequence, a RetryPolicy, or a function. `()` means no retries.",
@@ -215,24 +218,25 @@ class Settings:
     )
     restart_delay: RestartDelay | None = option(
         None,
-        "Pause of a relay or worker after an error of its database or broker: a duration, or a function of how many "
-        "came in a row and of the last one.",
+        "Backoff of a relay or worker after an error of its database or broker: a duration, or a function of how "
+        "many errors came in a row and of the last one.",
         shown="from 0.2 s, doubling up to 10 s or, for a relay, 30 s; over HTTP from 1 s to 7.5 s",
         parse=parse_duration,
     )
     expiration: Seconds | None = option(
         None,
-        "How long messages are worth delivering, from when they are due. Past it they are dead letters.",
+        "Time to live of messages, from when they are due. Past it they are dead letters.",
         parse=parse_duration,
     )
     clean_up_after: Retention = option(
         IMMEDIATELY,
-        "How long done messages are kept: `IMMEDIATELY`, `NEVER`, or a timedelta. Keep them to see a message's walk.",
+        "How long done messages are kept: `IMMEDIATELY`, `NEVER`, or a timedelta. Keep them to see their history.",
         parse=retention,
     )
     inbox_retention: Retention = option(
         timedelta(days=30),
-        "How long handled message ids are remembered. A message that is older is a dead letter, not handled again.",
+        "How long handled message ids (idempotency keys) are kept. An older message becomes a dead letter instead of "
+        "being handled again.",
         shown="30 days",
         parse=retention,
     )

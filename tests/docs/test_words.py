@@ -1,17 +1,32 @@
-"""README and docs name the component that acts; the short list of words here names none."""
+"""README, docs, public docstrings, help, errors and the log name the component that acts; these words name none."""
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+
+import outbox
+import outbox.core.events
+import outbox.sqlite
+import outbox.testing
 
 from .pages import ROOT, Page, all_pages
 
 VAGUE = re.compile(r"\b(nobody|somebody|whoever|himself)\b", re.IGNORECASE)
 
-# Written by other hands than those of the pages: generated from the code, or shorter notes on why it is so.
-ELSEWHERE = ("docs/configuration.md", "docs/decisions/", "CHANGELOG.md")
+# Notes on why it is so, and on what changed: only their titles are for everyone.
+ELSEWHERE = ("docs/decisions/", "CHANGELOG.md")
+
+SOURCES = [
+    path
+    for path in sorted((ROOT / "src").rglob("*.py"))
+    if not path.is_relative_to(ROOT / "src/outbox/testing")  # there a user of Unix is called so, and routing keys
+]
 
 PAGES = {
     page.name: page
@@ -44,3 +59,51 @@ def test_the_titles_of_decisions_and_the_index_say_the_same() -> None:
         assert listed is not None, path.name
         assert " ".join(listed[1].split()) == words
         assert not VAGUE.search(words)
+
+
+def texts(path: Path) -> Iterator[tuple[int, str]]:
+    """Strings that a program may print, log or raise: all but docstrings."""
+    tree = ast.parse(path.read_text())
+    bare = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in bare:
+            yield node.lineno, node.value
+
+
+def test_errors_log_lines_and_settings_name_who_acts() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {text}"
+        for path in SOURCES
+        for line, text in texts(path)
+        if VAGUE.search(text)
+    ]
+    assert not found
+
+
+def test_the_help_of_commands_names_who_acts() -> None:
+    found = [
+        f"{path.name}: {node.name}"
+        for path in sorted((ROOT / "src/outbox/cli").glob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and not node.name.startswith("_")
+        and node.decorator_list
+        and VAGUE.search(ast.get_docstring(node) or "")
+    ]
+    assert not found
+
+
+def test_public_docstrings_name_who_acts() -> None:
+    public = [
+        *(getattr(module, name) for module in (outbox, outbox.testing, outbox.sqlite) for name in module.__all__),
+        *(value for value in vars(outbox.core.events).values() if inspect.isclass(value)),
+    ]
+    methods = [
+        member
+        for owner in public
+        if inspect.isclass(owner)
+        for name, member in inspect.getmembers(owner)
+        if not name.startswith("_") and (inspect.isroutine(member) or isinstance(member, property))
+    ]
+    found = [str(each) for each in [*public, *methods] if VAGUE.search(inspect.getdoc(each) or "")]
+    assert not found

@@ -47,9 +47,9 @@ def test_the_demo_tells_its_story_in_plain_lines(played: tuple[Command, Ran, flo
     story = [line[7:] for line in ran.stdout.split("LEDGER")[0].splitlines() if line]
     for told in (
         r"the shop opens, in outbox-demo\.db \(seed 7\)",
-        r"\d+ orders placed, \d+ rolled back; nobody works yet: their messages wait",
+        r"\d+ orders placed, \d+ rolled back; no worker runs yet: their messages wait",
         r"worker \d+ gets SIGKILL while it packs order 12; it held \d+ messages?",
-        r"dead letter 1 in courier, rejected: nobody knows the way to Atlantis",
+        r"dead letter 1 in courier, rejected: no route leads to Atlantis",
         r"the way to Atlantis is found, and dead letter 1 replayed",
         r"all is handled; worker \d+ stopped \(SIGTERM\), its exit code is 0",
     ):

@@ -158,7 +158,7 @@ async def test_a_warning_counts_only_if_it_shall(command: Command, outbox: Outbo
     ran = await command.run("doctor")
     assert ran.code == 0
     assert f"warning  tables: {table_name}: the index {table_name}_claim is missing\n" in ran.stdout
-    assert "         -> outbox tables check prints the SQL that mends it\n" in ran.stdout
+    assert "         -> outbox tables check prints the SQL that fixes it\n" in ran.stdout
     strict = await command.run("doctor", "--strict", "--json")
     assert (strict.code, strict.document["healthy"]) == (ExitCode.UNHEALTHY, False)
 
@@ -174,7 +174,7 @@ async def test_messages_that_nobody_routes_are_an_error(outbox: Outbox) -> None:
     finding = await found(outbox, "due messages")
     assert (finding.level, finding.advice) == (Level.ERROR, "start a worker or a relay")
     assert finding.what.startswith("3 not routed or sent yet, the oldest for 5m")
-    assert finding.what.endswith("nobody claims them")
+    assert finding.what.endswith("no process claims them")
 
 
 async def test_a_destination_that_does_not_answer_is_told_with_its_error_however_young_its_messages_are(
@@ -253,7 +253,7 @@ async def test_leases_that_ran_out_and_that_nobody_claimed_are_a_warning(outbox:
         finding = await found(outbox, "leases")
     assert finding.level == Level.WARNING
     assert finding.what.startswith("2 ran out, the first 5m")
-    assert finding.what.endswith("nobody has claimed the messages since: in the queue 'billing'")
+    assert finding.what.endswith("no process has claimed the messages since: in the queue 'billing'")
 
 
 async def test_messages_that_no_queue_asks_for_are_a_warning_with_their_routing_keys(outbox: Outbox) -> None:

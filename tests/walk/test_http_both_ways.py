@@ -121,7 +121,7 @@ async def test_what_nobody_wants_is_a_dead_letter_of_its_sender_and_can_be_repla
             await shop.emit(session, "parcel.sent", 7)
         [letter] = await eventually(lambda: shop.dead_letters.list())
     assert letter.reason is Reason.REFUSED
-    assert "nobody listens for 'parcel.sent' here" in letter.error
+    assert "no listener matches 'parcel.sent' here" in letter.error
     async with (
         serving(warehouse.http_app([everything], secrets=SECRET)) as sender,
         shop_to(sender, make_outbox) as (shop, _, _),

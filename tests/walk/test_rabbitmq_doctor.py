@@ -197,13 +197,13 @@ async def test_a_queue_without_consumers_is_a_warning_and_with_messages_an_error
     async with channel_to(vhost.url) as channel:
         await channel.basic_consume("shipping", ignore)
         consumers = [each for each in await doctor.finds() if each[1] == "consumers"]
-        assert consumers == [("warning", "consumers", "nobody consumes 'billing', 0 waiting")]
+        assert consumers == [("warning", "consumers", "no worker consumes 'billing', 0 waiting")]
         assert doctor.code == ExitCode.FINE
         await channel.basic_publish(b"{}", exchange="outbox", routing_key="order.changed")
 
         async def is_an_error() -> bool:  # a quorum queue tells its length a few seconds later
             told = await doctor.finds()
-            return ("error", "consumers", "nobody consumes 'billing', 1 waiting") in told
+            return ("error", "consumers", "no worker consumes 'billing', 1 waiting") in told
 
         await until(is_an_error)
         assert doctor.code == ExitCode.UNHEALTHY
@@ -215,7 +215,11 @@ async def test_queues_that_nobody_needs_and_nobody_consumes_are_listed(doctor: D
     async with channel_to(vhost.url) as channel:
         await channel.queue_declare("of somebody else")
         assert await doctor.complains() == [
-            ("warning", "orphaned queues", f"none of these listeners needs {queue!r} and nobody consumes it, 0 waiting")
+            (
+                "warning",
+                "orphaned queues",
+                f"none of these listeners needs {queue!r} and no worker consumes it, 0 waiting",
+            )
             for queue in ("old", "old.dlq", "outbox.delay_7s")
         ]
         await channel.basic_consume("old", ignore)
@@ -277,7 +281,7 @@ async def test_without_listeners_queues_without_a_consumer_are_found(doctor: Doc
     async with channel_to(vhost.url) as channel:
         await channel.basic_consume("shipping", ignore)
         told = await doctor.complains_of("consumers")
-        assert told == [("warning", "consumers", "nobody consumes 'billing', 0 waiting")]
+        assert told == [("warning", "consumers", "no worker consumes 'billing', 0 waiting")]
 
 
 async def test_fresh_dead_letters_at_the_broker_are_an_error_by_queue_and_reason(
@@ -385,7 +389,7 @@ async def test_a_broker_that_the_application_gave_is_examined_too(
     finally:
         await connection.close()
     assert ("error", "dead letters", "1 in the queue 'billing', in the last 1h: 1 rejected") in found
-    assert ("warning", "consumers", "nobody consumes 'billing', 0 waiting") in found
+    assert ("warning", "consumers", "no worker consumes 'billing', 0 waiting") in found
 
 
 async def test_a_connection_that_was_given_is_counted_in_its_own_virtual_host(

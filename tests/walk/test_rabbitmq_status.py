@@ -233,7 +233,7 @@ async def test_messages_and_dead_letters_at_the_broker_are_counted(
     assert "handed to rabbitmq" in said and "outbox queues list" in said and "handled" not in said
     ran = await command.run("doctor", "--json")
     told = [each["what"] for each in ran.document["findings"] if each["level"] == "error"]
-    assert f"nobody consumes '{table_name}.orders', 3 waiting" in told
+    assert f"no worker consumes '{table_name}.orders', 3 waiting" in told
     assert [what for what in told if "in the queue 'orders'" in what] == [
         "2 in the queue 'orders', in the last 1h: 2 rejected"
     ]

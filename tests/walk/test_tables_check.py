@@ -197,7 +197,7 @@ CHANGES = [
     ("ALTER TABLE {t} ALTER COLUMN id DROP IDENTITY", ": the column id does not number the rows", True),
     (
         "ALTER TABLE {t} ADD COLUMN tenant text NOT NULL",
-        ": the column tenant is not ours and must be filled, which nobody does",
+        ": the column tenant is not ours and must be filled, which we do not do",
         True,
     ),
     ("ALTER TABLE {t} DROP CONSTRAINT {t}_pkey", ": the primary key is missing", True),
@@ -364,7 +364,7 @@ SCRIPTS = [
     (
         "body BLOB NOT NULL",
         "body BLOB NOT NULL, tenant TEXT NOT NULL",
-        ": the column tenant is not ours and must be filled, which nobody does",
+        ": the column tenant is not ours and must be filled, which we do not do",
     ),
     ("    routed_at DATETIME,\n", "", ": the column routed_at is missing"),
     ("    starts INTEGER DEFAULT '0' NOT NULL,\n", "", ": the column starts is missing"),

@@ -1,4 +1,4 @@
-"""`outbox dead-letters`: messages nobody will try again, until somebody decides."""
+"""`outbox dead-letters`: messages that are no longer tried, until they are replayed or discarded."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ Ids = Annotated[
     list[int] | None, typer.Argument(metavar="[ID]...", help="Ids, as the list shows them.", show_default=False)
 ]
 All = Annotated[bool, typer.Option("--all", help="All of them, or all that the other options choose.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Only count which ones it would be.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only count them; change nothing.")]
 Rate = Annotated[float | None, typer.Option(min=0.01, metavar="NUMBER", help="At most this many per second.")]
-Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
+Yes = Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")]
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def show_dead_letter(
     )
 
 
-@app.command("replay", short_help="Try dead letters again.")
+@app.command("replay", short_help="Replay dead letters.")
 @selecting
 def replay_dead_letters(
     ids: Ids = None,
@@ -137,7 +137,7 @@ def replay_dead_letters(
     as_json: AsJson = False,
     outbox_name: OutboxName = "",
 ) -> None:
-    """Try dead letters again, each in the queue where it died, with fresh attempts."""
+    """Replay dead letters, each in the queue where it died, with fresh attempts."""
     choice = Choice.of(ids, everything, filter)
     outbox = find_outbox(outbox_name)
     letters = ask(outbox, lambda: choice.found(outbox.dead_letters))
@@ -159,11 +159,11 @@ def discard_dead_letters(
     as_json: AsJson = False,
     outbox_name: OutboxName = "",
 ) -> None:
-    """Delete dead letters for good. Asks first; where nobody can answer it needs --yes."""
+    """Delete dead letters for good. Asks for confirmation; without a terminal it needs --yes."""
     choice = Choice.of(ids, everything, filter)
     may_ask = sys.stdin.isatty() and not as_json
     if not (yes or dry_run or may_ask):
-        raise Failure(ExitCode.USAGE, "discarding cannot be undone and nobody can be asked here: add --yes")
+        raise Failure(ExitCode.USAGE, "discarding cannot be undone and there is no terminal to confirm it: add --yes")
     outbox = find_outbox(outbox_name)
     letters = ask(outbox, lambda: choice.found(outbox.dead_letters))
     if letters and not (yes or dry_run):
@@ -210,7 +210,7 @@ def _tell(choice: Choice, letters: Sequence[DeadLetter], done: str, number: int,
         raise Failure(ExitCode.WRONG, f"no dead letter matches: nothing was {done}")
     if number < len(letters) and not dry_run:
         left = f"{len(letters) - number} of them were not {done}"
-        raise Failure(ExitCode.WRONG, f"{left}: somebody else took them meanwhile, or nobody can read them")
+        raise Failure(ExitCode.WRONG, f"{left}: another command took them meanwhile, or they cannot be read")
 
 
 def _show_list(letters: Sequence[DeadLetter], with_body: bool = False) -> None:

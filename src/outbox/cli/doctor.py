@@ -48,7 +48,7 @@ def doctor(
     as_json: AsJson = False,
     outbox_name: OutboxName = "",
 ) -> None:
-    """Look at versions, tables, clocks, the database's health and what waits for nobody; say what to do.
+    """Look at versions, tables, clocks, the database's health and messages that no process takes; say what to do.
 
     With listeners, and RabbitMQ as the transport, compare its exchanges, queues and bindings with what they need.
 

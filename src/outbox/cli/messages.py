@@ -40,7 +40,7 @@ class State(StrEnum):
 
 
 Limit = Annotated[int, typer.Option(min=1, help="At most this many.")]
-After = Annotated[int, typer.Option(min=0, help="Go on behind this id, which the list before ended with.")]
+After = Annotated[int, typer.Option(min=0, help="Continue after this id, the last one of the previous list.")]
 WithBody = Annotated[bool, typer.Option("--body", help="Show the body too, as text or else in base64.")]
 OneState = Annotated[State | None, typer.Option(help="Only those in this state.")]
 OneQueue = Annotated[str | None, typer.Option(help="Only those of this queue.")]
@@ -73,11 +73,11 @@ def list_messages(
             screen.show(screen.note(f"there may be more: --after {next_after}"))
 
 
-@app.command("show", short_help="Tell a message's walk.")
+@app.command("show", short_help="Show a message's history.")
 def show_message(
     message_id: MessageId, with_body: WithBody = False, as_json: AsJson = False, outbox_name: OutboxName = ""
 ) -> None:
-    """Tell a message's walk: emitted, due, routed, each failed attempt, and where it is now, for every queue."""
+    """Show a message's history: emitted, due, routed, each failed attempt, and where it is now, for every queue."""
     outbox = find_outbox(outbox_name)
     places = ask(outbox, lambda: outbox.find(message_id))
     if not places:

@@ -36,7 +36,7 @@ _DELETE = {"rabbitmq": "rabbitmqctl delete_queue"}
 
 @app.command("list", short_help="List queues.")
 def list_queues(as_json: AsJson = False, outbox_name: OutboxName = "") -> None:
-    """List queues: their binding keys and what lies in them."""
+    """List queues: their binding keys and how many messages are in them."""
     outbox = find_outbox(outbox_name)
     found = ask(outbox, outbox.backlog)
     if as_json:
@@ -49,7 +49,7 @@ def list_queues(as_json: AsJson = False, outbox_name: OutboxName = "") -> None:
 def remove_queue(queue: Queue, as_json: AsJson = False, outbox_name: OutboxName = "") -> None:
     """Remove a queue's bindings in the database, so that it gets no further messages.
 
-    What lies in it stays, for a worker that listens on it. A worker that starts with such a listener, or a relay with
+    Its messages stay, for a worker that serves it. A worker that starts with its listener, or a relay with
     such a route, binds it again. A queue of a broker is deleted there.
     """
     outbox = find_outbox(outbox_name)
@@ -64,9 +64,9 @@ def remove_queue(queue: Queue, as_json: AsJson = False, outbox_name: OutboxName 
         print(f"in it still: {words.count(left.open, 'message')}, {words.count(left.dead or 0, 'dead letter')}")
 
 
-@app.command("release", short_help="Forget which service a queue belongs to.")
+@app.command("release", short_help="Remove the record of which service a queue belongs to.")
 def release_queue(queue: Queue, as_json: AsJson = False, outbox_name: OutboxName = "") -> None:
-    """Forget which service a queue belongs to, after it was renamed or the queue was handed over.
+    """Remove the record of a queue's service, after the service was renamed or the queue was given to another.
 
     From then on it belongs to the service whose worker starts first.
     """
@@ -80,7 +80,7 @@ def release_queue(queue: Queue, as_json: AsJson = False, outbox_name: OutboxName
         print(f"{words.printable(queue)} does not belong to {words.printable(service)} any more")
 
 
-@app.command("rebind", short_help="Let queues get what their listeners ask for, and nothing else.")
+@app.command("rebind", short_help="Bind queues by the keys of their listeners, and remove all other keys.")
 def rebind_queues(listeners_name: ListenersName, as_json: AsJson = False, outbox_name: OutboxName = "") -> None:
     """Bind the queues of these listeners by the listeners' keys, and remove all other keys of these queues.
 

@@ -34,9 +34,12 @@ def time_of(text: str) -> datetime:
 
 _Time = datetime | None
 _OPTIONS: dict[str, Any] = {
-    "queue": Annotated[str | None, typer.Option(help="Only those that died in this queue; an empty name: before one.")],
+    "queue": Annotated[
+        str | None,
+        typer.Option(help="Only dead letters of this queue. An empty string: messages that never reached one."),
+    ],
     "reason": Annotated[Reason | None, typer.Option(help="Only those that died for this reason.")],
-    "error": Annotated[str | None, typer.Option(help="Only those whose error holds this text.")],
+    "error": Annotated[str | None, typer.Option(help="Only those whose error contains this text.")],
     "routing_key": Annotated[str | None, typer.Option(help="Only those with this routing key.")],
     "since": Annotated[
         _Time,

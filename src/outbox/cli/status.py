@@ -86,22 +86,22 @@ class Status:
 
 Asking = Callable[[], Awaitable[Condition | None]]
 
-Watch = Annotated[bool, typer.Option("--watch", help="Look again and again, until Ctrl-C.")]
+Watch = Annotated[bool, typer.Option("--watch", help="Repeat until Ctrl-C.")]
 Interval = Annotated[
-    float, typer.Option(min=0, metavar="SECONDS", help="Time between two looks. 0: a single look, without rates.")
+    float, typer.Option(min=0, metavar="SECONDS", help="Time between two measurements. 0: a single one, without rates.")
 ]
 
 
 def status(
     watch: Watch = False, interval: Interval = 1.0, as_json: AsJson = False, outbox_name: OutboxName = ""
 ) -> None:
-    """Show what waits, what is due, and what lies in each queue.
+    """Show how many messages wait, are due, and are in each queue.
 
-    Rates come from two looks. In: rows written to the table per second, where a message for three queues is three rows.
-    Out: rows settled per second, that is handled, sent, dead or cancelled. On PostgreSQL a row whose transaction rolled
-    back counts in both.
+    Rates come from two measurements. In: rows written to the table per second, where a message for three queues is
+    three rows. Out: rows settled per second, that is handled, sent, dead or cancelled. On PostgreSQL a row whose
+    transaction rolled back counts in both.
 
-    With --watch --json each look is a document on a line of its own.
+    With --watch --json each measurement is one document on one line.
     """
     hush_clients()
     outbox = find_outbox(outbox_name)

@@ -25,16 +25,16 @@ app = typer.Typer(help="Make the tables, check them, print their SQL.", no_args_
 
 
 Dialect = StrEnum("Dialect", [(name.upper(), name) for name in installed_stores()])  # type: ignore[misc]
-OneDialect = Annotated[Dialect | None, typer.Option(help="Whose SQL. Without it, that of the configured database.")]
+OneDialect = Annotated[Dialect | None, typer.Option(help="The SQL dialect. Default: that of the configured database.")]
 Roles = Annotated[bool, typer.Option("--roles", help="The roles and their rights instead of the tables.")]
 RolePrefix = Annotated[str, typer.Option(metavar="PREFIX", help="What the names of the roles begin with.")]
 TransportName = Annotated[str, typer.Argument(metavar="NAME", help="The transport's name.", show_default=False)]
-Force = Annotated[bool, typer.Option("--force", help="Even if messages lie in queues.")]
+Force = Annotated[bool, typer.Option("--force", help="Even if there are messages in queues.")]
 
 
 @app.command("create")
 def create_tables(as_json: AsJson = False, outbox_name: OutboxName = "") -> None:
-    """Make the tables that are missing."""
+    """Create the tables that are missing."""
     outbox = find_outbox(outbox_name)
     ask(outbox, outbox.create_tables, makes_file=True)
     names = [table.fullname for table in outbox.metadata.sorted_tables]
@@ -44,11 +44,11 @@ def create_tables(as_json: AsJson = False, outbox_name: OutboxName = "") -> None
         print("\n".join(["the tables are there:", *(f"  {name}" for name in names)]))
 
 
-@app.command("check", short_help="Compare the tables with those this version needs.")
+@app.command("check", short_help="Compare the tables with those that this version needs.")
 def check_tables(as_json: AsJson = False, outbox_name: OutboxName = "") -> None:
-    """Compare the tables that are there with those this version needs.
+    """Compare the existing tables with those that this version needs.
 
-    Prints a line for each difference and the SQL that mends it, and ends with 6 if there is any. Columns and indexes
+    Prints a line for each difference and the SQL that fixes it, and ends with 6 if there is any. Columns and indexes
     that you added are fine. It reads the database's catalogs and writes nothing.
     """
     outbox = find_outbox(outbox_name)
@@ -63,11 +63,11 @@ def check_tables(as_json: AsJson = False, outbox_name: OutboxName = "") -> None:
         raise typer.Exit(ExitCode.UNHEALTHY)
 
 
-@app.command("sql", short_help="Print the SQL that makes the tables.")
+@app.command("sql", short_help="Print the SQL that creates the tables.")
 def print_sql(
     dialect: OneDialect = None, roles: Roles = False, role_prefix: RolePrefix = "outbox", outbox_name: OutboxName = ""
 ) -> None:
-    """Print the SQL that makes the tables, for your own migrations. Nothing is connected to.
+    """Print the SQL that creates the tables, for your own migrations. No connection is opened.
 
     With --roles, print the SQL that makes roles for producers, relays, workers and operators instead, each with the
     rights that it needs. SQLite has no roles.
@@ -86,15 +86,15 @@ def print_sql(
     print(script)
 
 
-@app.command("switch-transport", short_help="Let another transport have the table.")
+@app.command("switch-transport", short_help="Switch the table to another transport.")
 def switch_transport(
     name: TransportName, force: Force = False, as_json: AsJson = False, outbox_name: OutboxName = ""
 ) -> None:
-    """Let another transport have the table, or the same one with another address. Stop relays and workers first.
+    """Switch the table to another transport, or to the same one with another address. Stop relays and workers first.
 
-    Messages that already lie in queues of the database are not seen by a broker's relay: let workers finish them first,
-    or afterwards, with outbox worker --leftovers. All others go by the new transport, and none of them waits any more
-    for what the one before had no queue for.
+    A broker's relay does not see messages that are already in queues of the database: let workers finish them first, or
+    afterwards, with outbox worker --leftovers. All others go by the new transport. Messages that were unroutable before
+    are due at once.
     """
     if not name.isprintable() or " " in name or not 0 < len(name) <= 64:
         raise Failure(ExitCode.USAGE, f"{name!r}: a transport's name is one word")

@@ -23,7 +23,7 @@ class Attempt:
 
 
 class Reason(StrEnum):
-    """Why nobody will try a message again."""
+    """Why a message is no longer tried."""
 
     EXHAUSTED = "exhausted"  # the retry delays are used up
     REJECTED = "rejected"  # the listener raised Reject
@@ -52,7 +52,7 @@ class RetryIn:
 
 @dataclass(frozen=True, slots=True)
 class Dead:
-    """Nobody will try it again. `in_transaction`: the one of `on_error` has already written so."""
+    """A dead letter: no further attempt. `in_transaction`: that of `on_error` has written it already."""
 
     reason: Reason
     error: str = ""

@@ -21,11 +21,11 @@ OutboxError
 │   └── CloudEventInvalid       a request from outside holds no CloudEvent
 │       ├── CloudEventUnsupported   it may be one, in a format that is not read here
 │       └── TooManyEvents       it holds more of them than are read at once
-├── SignatureInvalid            nobody who knows the secret signed this webhook just now
+├── SignatureInvalid            no valid signature of this webhook with a known secret and a recent time
 ├── TransactionError            the caller's transaction cannot take the message
-│   ├── SnapshotConflict        SQLite: it read before it wrote, and somebody else wrote meanwhile
+│   ├── SnapshotConflict        SQLite: it read before it wrote, and another transaction wrote meanwhile
 │   ├── WrongDatabase           its session leads to another database than that of the outbox
-│   └── TablesMissing           the tables are not there, and the library may not make them here
+│   └── TablesMissing           the tables do not exist yet, and the library may not make them here
 ├── Undecodable                 a body is not what its listener's annotation says: a dead letter
 ├── TransportUnavailable        nothing was sent: the destination is away
 ├── ClosedForGood               a relay or a worker cannot go on: it ends, and has to be started again
@@ -157,7 +157,7 @@ class TransactionError(OutboxError):
 
 
 class SnapshotConflict(TransactionError):
-    """SQLite cannot turn a transaction that has read into one that writes once somebody else has written."""
+    """SQLite cannot turn a transaction that has read into one that writes once another one has written."""
 
 
 class WrongDatabase(TransactionError):
@@ -173,7 +173,7 @@ class Undecodable(OutboxError):
 
 
 class TransportUnavailable(OutboxError):
-    """Nothing was sent: the destination is away. It burns nobody's attempts."""
+    """Nothing was sent: the destination does not answer. No message uses up an attempt."""
 
 
 class ClosedForGood(OutboxError):
@@ -197,7 +197,7 @@ class DatabaseSilent(OutboxError):
 
 
 class LeaseLost(OutboxError):
-    """The lease ran out and the delivery belongs to somebody else, or may do so at any moment."""
+    """The lease expired: another worker has the delivery, or may claim it at any time."""
 
 
 class NotFound(OutboxError):

@@ -126,7 +126,7 @@ class StillRunning:
 
 @dataclass(frozen=True, slots=True)
 class LeaseWasLost:
-    """A late writer was fenced: somebody else may have the message now."""
+    """A worker whose lease had expired was fenced: another one may have the message now."""
 
     phase: str  # terminal, retry or completion
     row_id: int
@@ -193,7 +193,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class HookFailed:
-    """What was to be done after a commit failed. The commit stands, and nobody tries again."""
+    """What was to be done after a commit failed. The commit stands, and it is not tried again."""
 
     what: str
     error: BaseException

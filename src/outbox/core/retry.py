@@ -19,7 +19,7 @@ _FAR = 1000  # attempts after which a policy has shown all that it does
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
-    """Says how long to wait after attempt number n failed, or that nobody should try again.
+    """Says how long to wait after attempt number n failed, or that there is no further attempt.
 
     Made by `constant`, `linear`, `exponential`, `sequence` or `calling`; the options below fit all of them.
     """

@@ -58,7 +58,7 @@ class Memory:
         if self._retention is None or (message.due_at or message.created_at) >= datetime.now(UTC) - self._retention:
             return None
         return TooOld(
-            f"it is older than inbox_retention={in_words(self._retention)}: nobody knows whether it was handled; "
+            f"it is older than inbox_retention={in_words(self._retention)}: it is not known whether it was handled; "
             "replay it if it was not"
         )
 

@@ -241,8 +241,8 @@ class TimeLimit:
         if limit is not None and self._lease is not None and limit >= self._lease:
             raise ConfigurationError(
                 f"{self._listener.queue}: timeout={limit.total_seconds():g} s is not shorter than its lease of "
-                f"{self._lease.total_seconds():g} s. SQLite lets nobody write while a listener's transaction is open, "
-                "not even the renewal of its lease: lower the timeout or raise the lease"
+                f"{self._lease.total_seconds():g} s. While a listener's transaction is open, SQLite blocks all other "
+                "writes, the renewal of its lease included: lower the timeout or raise the lease"
             )
 
 

@@ -318,7 +318,7 @@ def add_hook(session: Session, callback: Callback, observe: Observer, aborted: A
     """Call a function once the session's transaction has committed; never if it, or the savepoint, rolls back."""
     if is_async(callback) and not commits_of(session).keeps_hooks:
         raise TransactionError(
-            f"nobody awaits {_name(callback)} after the commit of this session: pass a plain function, or use the "
+            f"{_name(callback)} cannot be awaited after the commit of this session: pass a plain function, or use the "
             "session of transaction() or @transactional"
         )
     guard(session, aborted)
@@ -337,7 +337,9 @@ class CallersHook:
             answer = self.callback()
             if inspect.isawaitable(answer):
                 _forget(answer)
-                raise TransactionError("it has to be awaited, and nobody does: use the session of transaction()")
+                raise TransactionError(
+                    "it has to be awaited, which is not possible here: use the session of transaction()"
+                )
         except Exception as error:  # noqa: BLE001 - whatever it is
             self.observe(HookFailed(_name(self.callback), error))
 

@@ -158,7 +158,7 @@ def plain_session(session: object) -> Session:
     if isinstance(transaction, SqlalchemyTransaction) and isinstance(transaction.session, Session):
         return transaction.session
     raise TransactionError(
-        f"{_name(session)} tells nobody of its commit: pass the AsyncSession or Session that holds the transaction, or "
+        f"{_name(session)} does not show its commit: pass the AsyncSession or Session that holds the transaction, or "
         "do it behind the commit"
     )
 

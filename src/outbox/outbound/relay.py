@@ -338,7 +338,7 @@ class _Nobody:
         return nullcontext(self)
 
     def take(self, queue: str, claim: Leased) -> int:
-        raise AssertionError(f"nobody wants {queue}")
+        raise AssertionError(f"no queue here is called {queue}")
 
     async def room(self, longest: float) -> None:
         await asyncio.sleep(longest)

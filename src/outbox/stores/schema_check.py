@@ -134,7 +134,7 @@ class Check(ABC):
             filled = added.nullable or added.numbers_rows or added.default != NO_DEFAULT
             if name not in table.columns and not filled:
                 yield Gap(
-                    f"the column {name} is not ours and must be filled, which nobody does", self.free(table, name)
+                    f"the column {name} is not ours and must be filled, which we do not do", self.free(table, name)
                 )
 
     def _wrong_with(self, column: Column[Any], found: LiveColumn) -> list[str]:

@@ -39,7 +39,7 @@ async def drain(
     at_most: int = AT_MOST,  # attempts, after which there seems to be no end
     within: float = WITHIN,  # seconds of real time, likewise
 ) -> Drained:
-    """Do what relays and workers would do, until nothing is left; the clock is moved, nobody waits."""
+    """Do what relays and workers would do, until no message is left; the clock is moved instead of waiting."""
     transport = outbox.transport
     _check(transport, listeners)
     tally = Tally()
@@ -227,7 +227,7 @@ def _check(transport: Transport, listeners: Sequence[Listener]) -> None:
         check_listeners(listeners)
     if transport.features.consumes and not transport.features.movable_clock:
         raise ConfigurationError(
-            f"the transport {transport.name!r} keeps a time of its own, which nobody can move: drain an outbox without "
+            f"the transport {transport.name!r} has its own clock, which cannot be moved: drain an outbox without "
             'a transport, or with transport="memory://"'
         )
 

@@ -48,7 +48,7 @@ class Director:
         with closing(self._witness):
             try:
                 await self._open()
-                await self._take_orders(BEFORE, "nobody works yet: their messages wait")
+                await self._take_orders(BEFORE, "no worker runs yet: their messages wait")
                 await self._kill_a_worker()
                 await self._take_orders(MEANWHILE, "the shop does not miss its worker")
                 await self._replace_the_worker()

@@ -91,7 +91,7 @@ async def warehouse(order: Order, session: AsyncSession) -> None:
 async def courier(order: Order, session: AsyncSession) -> None:
     trace("courier", order)
     if await session.scalar(select(towns).where(towns.c.name == order.town)) is None:
-        raise Reject(f"nobody knows the way to {order.town}")
+        raise Reject(f"no route leads to {order.town}")
     await session.execute(insert(effects).values(listener="courier", order_id=order.id))
 
 

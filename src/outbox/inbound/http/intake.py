@@ -114,7 +114,7 @@ class Intake:
         for message in messages:
             queues = self._bindings.queues(message.routing_key)
             if not queues and first_match(self._unroutable, message.routing_key) != DISCARD:
-                raise Declined(404, f"nobody listens for {named(message.routing_key)} here")
+                raise Declined(404, f"no listener matches {named(message.routing_key)} here")
             too_old = self._memory.refusal(message) if queues else None
             if too_old is not None:
                 raise Declined(422, f"{named(message.routing_key)}: {too_old}")

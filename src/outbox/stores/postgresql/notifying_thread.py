@@ -55,7 +55,7 @@ class NotifyingThread:
             if loop is not None and is_first:
                 loop.call_soon_threadsafe(self._notify)
         except Exception as error:  # noqa: BLE001 - a wake-up is a hint; threads may be forbidden, or the process ends
-            logger.debug("nobody was woken: %s", type(error).__name__)
+            logger.debug("no worker was notified: %s", type(error).__name__)
 
     def _started(self) -> asyncio.AbstractEventLoop:
         if _threads_are_greenlets():
@@ -116,7 +116,7 @@ class NotifyingThread:
             if loop is not None:
                 loop.call_soon_threadsafe(self._notify)
         except Exception as error:  # noqa: BLE001 - as above
-            logger.debug("nobody was woken: %s", type(error).__name__)
+            logger.debug("no worker was notified: %s", type(error).__name__)
 
     def forked(self) -> None:
         """In a child process: a thread that did not end in time is the parent's, and so is its loop."""

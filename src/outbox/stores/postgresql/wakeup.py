@@ -128,7 +128,7 @@ class Notifier:
                 woken = await self._send(destinations)
                 self._warm = True
             except Exception as error:  # noqa: BLE001 - a wake-up is a hint
-                logger.debug("nobody was woken: %s", type(error).__name__)
+                logger.debug("no worker was notified: %s", type(error).__name__)
             await asyncio.sleep(self._moment if woken else LULL)
             crowded = self._announced - before > CROWD * (time.monotonic() - began)
             self._moment = min(2 * self._moment, LONGEST_MOMENT) if crowded else max(self._moment / 2, MOMENT)

@@ -117,7 +117,7 @@ class SqliteDialect(PartialIndexes, SqlDialect):
     def explained(self, error: BaseException, tables: Tables) -> TransactionError | None:
         if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY_SNAPSHOT:
             return SnapshotConflict(
-                "this transaction read before it wrote, and somebody else wrote meanwhile: SQLite cannot let it "
+                "this transaction read before it wrote, and another one wrote meanwhile: SQLite cannot let it "
                 "write any more. Roll it back and try again; to avoid it, begin with `async with transaction() as "
                 "session`, call outbox.sqlite.prepare(engine) once for your own engine, or begin with BEGIN IMMEDIATE"
             )

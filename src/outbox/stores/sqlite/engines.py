@@ -213,9 +213,9 @@ def check_version(found: tuple[int, ...] | None = None) -> None:
 
 
 def prepare(engine: Engine | AsyncEngine) -> None:
-    """Make an engine's transactions safe: they take the write lock when they begin, wait for their turn, and let go.
+    """Make an engine's transactions safe: they take the write lock when they begin, wait for it, and release it.
 
-    Without it SQLite refuses a transaction that read first as soon as somebody else wrote, and SQLAlchemy's default
+    Without it SQLite refuses a transaction that read first as soon as another one has written, and SQLAlchemy's default
     opens none at all before a SELECT; and a session that is cancelled in a statement may keep the lock for a while.
     """
     target = engine.sync_engine if isinstance(engine, AsyncEngine) else engine

@@ -28,7 +28,7 @@ def findings(connection: Connection) -> Iterator[Finding]:
             "relays, workers and transaction() switch it to wal; if it stays like this, the file or its folder cannot "
             "be written by them"
         )
-        yield Finding(Level.WARNING, "journal mode", f"{mode}: whoever writes keeps everybody from reading", advice)
+        yield Finding(Level.WARNING, "journal mode", f"{mode}: a writer blocks all readers", advice)
     if main is not None and main.file:
         yield _log(Path(f"{main.file}-wal"))
 

@@ -272,5 +272,5 @@ async def _received(connection: AsyncConnection, store: Store, queue: str, sent:
         return []
     if await write(connection, store, *reception.place_if_bound):
         return ["enter", "place_if_bound"]
-    assert await write(connection, store, *reception.bury(Reason.UNWANTED, f"nobody has {queue}")) == 1
+    assert await write(connection, store, *reception.bury(Reason.UNWANTED, f"no listener has {queue}")) == 1
     return ["enter", "bury"]

@@ -228,7 +228,7 @@ def _told(mismatch: Mismatch) -> Finding:
     if mending is not None:
         advice = f"unless a policy says so already, while it is in use: {mending}"
         return Finding(level, f"{mismatch.what}s", f"{mismatch}: {mismatch.consequence}", advice)
-    advice = f"when it is empty and nobody uses it, delete it and start a worker: {mismatch.way_out}"
+    advice = f"when it is empty and not in use, delete it and start a worker: {mismatch.way_out}"
     return Finding(level, f"{mismatch.what}s", str(mismatch), advice)
 
 
@@ -274,7 +274,7 @@ def _idle(idle: Mapping[str, Counts], known: int) -> Iterator[Finding]:
     """Queues without a consumer, of so many."""
     for queue, counts in idle.items():
         level = Level.ERROR if counts.messages else Level.WARNING
-        what = f"nobody consumes {queue!r}, {counts.messages} waiting"
+        what = f"no worker consumes {queue!r}, {counts.messages} waiting"
         yield Finding(level, "consumers", what, "start a worker for it, or look why the one that runs does not consume")
     if known and not idle:
         yield Finding(Level.OK, "consumers", f"every queue has one, of {known}")
@@ -299,8 +299,8 @@ async def _orphans(asking: ReopeningChannel, known: Topology, seen: Seen) -> Ite
         Finding(
             Level.WARNING,
             "orphaned queues",
-            f"none of these listeners needs {queue!r} and nobody consumes it, {counts[queue].messages or 0} waiting",
-            f"if nobody else needs it either: rabbitmqctl delete_queue {queue}",
+            f"none of these listeners needs {queue!r} and no worker consumes it, {counts[queue].messages or 0} waiting",
+            f"if no other program needs it: rabbitmqctl delete_queue {queue}",
         )
         for queue in orphans
     ] or [Finding(Level.OK, "orphaned queues", "none")]

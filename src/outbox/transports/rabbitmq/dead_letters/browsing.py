@@ -49,7 +49,7 @@ async def alone(connection: BrokerConnection, lock: str) -> AsyncIterator[None]:
                 raise
             if time.monotonic() > until:
                 raise TransportUnavailable(
-                    f"somebody else has been looking at the dead letters for {ALONE_WITHIN:g} s: try again later"
+                    f"another command has been reading the dead letters for {ALONE_WITHIN:g} s: try again later"
                 ) from None
             await asyncio.sleep(BROWSE_AGAIN)
         else:

@@ -247,5 +247,5 @@ def _first_routing_key(death: Mapping[str, Any]) -> str | None:
 
 def _told(death: Mapping[str, Any]) -> str:
     if not death:
-        return "nobody wrote down why: it was put here by something else than this library or the broker"
+        return "the reason is not known: it was put here by another program than this library or the broker"
     return clean(f"RabbitMQ moved it here from {death.get('queue')}: {death.get('reason')}")
