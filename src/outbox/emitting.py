@@ -35,9 +35,9 @@ class Emitting:
     ) -> Message | None:
         """Store a message in the session's own transaction; None if the timer already waits.
 
-        The session may be SQLAlchemy's, or a connection of SQLAlchemy, asyncpg, psycopg or aiosqlite. With a raw driver
-        connection the library cannot see the commit, so it sends no NOTIFY: on PostgreSQL the message is found by the
-        next poll, at most `poll_interval` later.
+        The session may be SQLAlchemy's, or a connection of SQLAlchemy, asyncpg, psycopg, aiosqlite or asyncmy. With a
+        driver's raw connection the library cannot see the commit, so it sends no NOTIFY: on PostgreSQL the message is
+        found by the next poll, at most `poll_interval` later.
         """
         emitter = self._parts.emitter
         message = emitter.message(routing_key, body, key, headers, content_type, source)
@@ -60,7 +60,8 @@ class Emitting:
     ) -> Message | None:
         """`emit` for callers without an event loop.
 
-        The session may be a plain one of SQLAlchemy, or a connection of SQLAlchemy, psycopg, sqlite3 or Django.
+        The session may be a plain one of SQLAlchemy, or a connection of SQLAlchemy, psycopg, sqlite3, pymysql,
+        mysqlclient or Django.
         """
         emitter = self._parts.emitter
         message = emitter.message(routing_key, body, key, headers, content_type, source)

@@ -32,6 +32,7 @@ from .pages import Block, Page
 PLACEHOLDER = "postgresql+asyncpg://user:password@localhost/orders"
 POOLED = "postgresql+asyncpg://user:password@localhost:6432/orders"
 BROKER = "amqp://user:password@localhost:5672/"
+MARIADB = "mysql+asyncmy://user:password@localhost:3306/orders"
 PATIENCE = 240.0  # seconds for anything that a page waits for
 
 

@@ -16,11 +16,12 @@ import pytest
 from outbox.testing.servers import PgBouncer
 
 from .pages import all_pages
-from .run_page import BROKER, PLACEHOLDER, POOLED
+from .run_page import BROKER, MARIADB, PLACEHOLDER, POOLED
 
 RUN = ("python", "console", "text")  # a text block shows what the Python block before it prints
 DRAWN = ("",)  # pictures, in no language
-SERVERS = {PLACEHOLDER: "database", POOLED: "pooled", BROKER: "rabbitmq_url"}  # what a page names, and its fixture
+# What a page names, and its fixture.
+SERVERS = {PLACEHOLDER: "database", POOLED: "pooled", BROKER: "rabbitmq_url", MARIADB: "on_mariadb"}
 MOST_EXEMPTIONS = 3
 WITHIN = 280.0  # seconds for a page
 
@@ -42,6 +43,12 @@ def pooled(database: str) -> Iterator[str]:
     """The same behind a pooler."""
     with PgBouncer(database) as pooler:
         yield pooler.url.replace("postgresql", "postgresql+asyncpg", 1)
+
+
+@pytest.fixture
+def on_mariadb(mariadb_database: str) -> str:
+    """The same on MariaDB."""
+    return mariadb_database.replace("mariadb://", "mysql+asyncmy://")
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -173,7 +173,7 @@ async def test_whoever_looks_for_pending_events_has_an_index(make_http_outbox: M
     async with service.engines.asynchronous.connect() as connection:
         found = await connection.run_sync(lambda plain: inspect(plain).get_indexes(table))
     columns = {index["name"]: index["column_names"] for index in found}
-    assert columns[f"{table}_claim"] == ["destination", "due_at", "id"]
+    assert columns[f"{table}_claim"][-3:] == ["destination", "due_at", "id"]  # what is done comes first on MySQL
     assert await service.check_tables() == []
 
 

@@ -461,5 +461,6 @@ async def test_the_order_of_the_complete_example_is_saved_and_told(
     async with outbox.transaction() as session:
         columns = "order_id, customer_email, amount, status"
         [row] = await session.execute(text(f"SELECT {columns} FROM {table_name}_orders"))
+    async with outbox.transaction() as session:
         await session.execute(text(f"DROP TABLE {table_name}_orders"))
     assert dict(row._mapping) == order

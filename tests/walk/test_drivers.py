@@ -451,6 +451,26 @@ async def test_what_django_also_calls_a_connection_is_refused(driver: Driving, o
         outbox.emit_sync(cache, "a", 1)  # type: ignore[arg-type]
 
 
+@only("asyncmy")
+async def test_asyncmy_is_refused_where_it_would_change_bytes(driver: Driving, outbox: Outbox) -> None:
+    await driver.execute("SET SESSION sql_mode = 'NO_BACKSLASH_ESCAPES'")
+    await driver.begin()
+    with pytest.raises(TransactionError, match="NO_BACKSLASH_ESCAPES"):
+        await driver.emit(outbox, "a", {"id": 1})
+    await driver.rollback()
+    assert await outbox.messages() == []
+
+
+@only("pymysql", "mysqlclient", "django-mysql")
+async def test_the_others_carry_it_as_it_is(driver: Driving, outbox: Outbox) -> None:
+    await driver.begin()
+    await driver.execute("SET SESSION sql_mode = 'NO_BACKSLASH_ESCAPES'")
+    await driver.emit(outbox, "a", {"id": "'\\ \""})
+    await driver.commit()
+    [body] = await bodies(outbox)
+    assert json.loads(body) == {"id": "'\\ \""}
+
+
 # From end to end
 
 

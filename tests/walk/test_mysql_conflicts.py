@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
+from threading import Thread
 from typing import Any
 
 import pymysql
@@ -202,6 +203,27 @@ async def test_a_lock_wait_that_a_caller_swallowed_leaves_the_rest_of_the_transa
         await outbox.emit(session, "order.created", 1)
     assert len(await outbox.messages()) == 1
     assert await effects.all() == ["before"]
+
+
+async def test_a_drivers_transaction_that_was_ended_by_a_deadlock_takes_no_message_in_silence(
+    outbox: Outbox, server: MariaDB, rows: str, foreign: Foreign
+) -> None:
+    """In autocommit, where a transaction was begun by hand, the server's next answer tells."""
+
+    def work() -> None:
+        with pymysql.connect(**arguments(server.url), autocommit=True) as connection, connection.cursor() as cursor:
+            connection.begin()
+            cursor.execute(str(touch(rows, 1)))
+            waiting = Thread(target=foreign, args=(str(touch(rows, 1)),))
+            waiting.start()
+            with suppress(pymysql.OperationalError):
+                cursor.execute(str(touch(rows, 2)))
+            waiting.join()
+            with pytest.raises(TransactionError, match="rolled this transaction back"):
+                outbox.emit_sync(connection, "order.created", 1)
+
+    foreign(str(touch(rows, 2)))
+    await asyncio.to_thread(work)
 
 
 # In ours

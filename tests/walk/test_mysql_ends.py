@@ -93,13 +93,33 @@ async def test_so_does_one_of_pymysql(outbox: Outbox, effects: Effects, database
     assert len(await outbox.messages()) == 1  # the first one was committed, by its own doing
 
 
-async def test_ddl_in_the_middle_of_a_transaction_does_not_pass_unnoticed(outbox: Outbox, table_name: str) -> None:
-    """It has committed what was before, so that the transaction is two."""
-    with pytest.raises(TransactionError):
+@pytest.mark.parametrize(
+    "ddl",
+    [
+        "CREATE TABLE {name} (id INT)",
+        "create  or replace view {name} AS SELECT 1",
+        "/* why */ ALTER TABLE {name} ADD n INT",
+        "TRUNCATE {name}",
+        "DROP TABLE IF EXISTS {name}",
+        "OPTIMIZE LOCAL TABLE {name}",
+    ],
+)
+async def test_ddl_in_the_middle_of_a_transaction_is_refused_before_it_commits(
+    outbox: Outbox, table_name: str, ddl: str
+) -> None:
+    with pytest.raises(TransactionError, match="would commit this transaction"):
         async with outbox.transaction() as session:
             await outbox.emit(session, "a", 1)
-            await session.execute(text(f"CREATE TABLE {table_name}_other (id INT) ENGINE=InnoDB"))
-            await outbox.emit(session, "a", 2)
+            await session.execute(text(ddl.format(name=f"{table_name}_other")))
+    assert await outbox.messages() == []
+
+
+async def test_a_temporary_table_commits_nothing(outbox: Outbox, table_name: str) -> None:
+    async with outbox.transaction() as session:
+        await outbox.emit(session, "a", 1)
+        await session.execute(text(f"CREATE TEMPORARY TABLE {table_name}_other (id INT)"))
+        await session.execute(text(f"DROP TEMPORARY TABLE {table_name}_other"))
+    assert len(await outbox.messages()) == 1
 
 
 async def test_ddl_at_the_beginning_harms_nothing(outbox: Outbox, table_name: str) -> None:

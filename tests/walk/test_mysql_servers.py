@@ -13,7 +13,7 @@ from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 
-from outbox import Listener, Outbox, listen
+from outbox import Listener, Outbox, TransactionError, listen
 from outbox.core.attempt import Done, Released
 from outbox.core.events import Handled, Recovered, Troubled
 from outbox.testing.servers import MariaDB
@@ -263,7 +263,7 @@ async def test_a_server_that_may_only_be_read_uses_up_no_attempts(
     async with outbox.running(listeners=[listener]):
         await reached(entered)
         statement(server.url, "SET GLOBAL read_only = 1")
-        with pytest.raises(DBAPIError, match="1290"):
+        with pytest.raises(TransactionError, match="1290"):
             await emit(outbox, 2)
         go_on.set()
         await watch.wait_for(Troubled)

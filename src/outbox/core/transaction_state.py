@@ -93,6 +93,19 @@ FIRST_WORD = re.compile(
 )
 
 
+# What commits on MariaDB and MySQL, before it is carried out.
+_DDL = re.compile(
+    r"(?:\s|;|--[^\n]*\n|/\*(?>.*?\*/))*+"
+    r"((?:CREATE|DROP)\s+(?!TEMPORARY\b)(?:OR\s+REPLACE\s+(?!TEMPORARY\b))?\w+|ALTER\s+\w+|RENAME\s+\w+|TRUNCATE\b"
+    r"|GRANT\b|REVOKE\b|LOCK\s+TABLES?\b|(?:ANALYZE|OPTIMIZE|REPAIR)\s+(?:\w+\s+)?TABLES?\b)",
+    re.IGNORECASE | re.DOTALL,
+)
+_COMMITS_AT_DDL = (
+    "{words} would commit this transaction, as all DDL does on MariaDB and MySQL: message and data would not share one "
+    "fate. Run it before, or in a transaction of its own"
+)
+
+
 # What a `;` or a word means nothing in. Two quotes in a row are two texts, and backslashes count behind an E alone.
 _OPAQUE = re.compile(
     r"\bE'(?:[^'\\]|\\.|'')*+'|'[^']*+'|\"[^\"]*+\"|(?<![\w$])\$(?P<tag>\w*)\$.*?\$(?P=tag)\$|--[^\n]*+|/\*.*?\*/",
@@ -157,6 +170,7 @@ class _Driver(NamedTuple):
     is_open: Callable[[], bool]  # its transaction
     has_something_to_commit: Callable[[], bool]  # otherwise its commit() does nothing, on a closed connection too
     sent: Callable[[], int]  # how many queries
+    commits_at_ddl: bool = False  # what was before it
 
 
 def _driver_of(connection: Connection) -> _Driver | None:
@@ -179,6 +193,7 @@ def _driver_of(connection: Connection) -> _Driver | None:
             lambda: bool((mysql_status(driver) or 0) & _IN_TRANSACTION),
             partial(bool, True),
             int,
+            commits_at_ddl=True,
         )
     info: Any = getattr(driver, "info", None)  # of psycopg and psycopg2
     if not hasattr(info, "transaction_status"):
@@ -211,7 +226,10 @@ class WatchedDriver:
             if self._has_ended or not self._driver.is_open():
                 self._has_ended = True
                 raise TransactionError(ENDED_ON_DRIVER)
-            _refuse_end(getattr(arguments[2], "string", arguments[2]))
+            statement = getattr(arguments[2], "string", arguments[2])
+            _refuse_end(statement)
+            if self._driver.commits_at_ddl and (found := _DDL.match(statement)) is not None:
+                raise TransactionError(_COMMITS_AT_DDL.format(words=" ".join(found[1].upper().split())))
         try:
             return type(connection)._execute_context(connection, *arguments, **options)
         finally:
