@@ -12,7 +12,7 @@ from hashlib import sha256
 
 from tests.chaos.evidence import Buried, Change, Effect, FinalTables, Place
 from tests.chaos.fates import FATES, HANGING, MOST_ATTEMPTS, MOST_CRASHES, QUEUES
-from tests.chaos.history import COMMITTED, ROLLED_BACK, UNKNOWN, UNTOLD, Emitted, History
+from tests.chaos.history import COMMITTED, ROLLED_BACK, UNKNOWN, UNTOLD, Emitted, History, Struck
 
 RECOVERY = 10.0  # seconds within which work resumes once the faults are over
 STOPPING = 20.0  # seconds within which a process that was told to stop is gone
@@ -252,20 +252,30 @@ def _leases(history: History, tables: FinalTables) -> Iterator[Violation]:
             own = holders.get(held_by) == change.application and change.queue in ISOLATED
             if change.old_until > change.at and not own:
                 yield Violation(Kind.STOLEN, change.message_id, f"row {change.row} taken by {change.application}")
-        elif change.old_until <= change.statement_at and not _froze_while_it_wrote(history, change):
+        elif change.old_until <= change.statement_at and not _held_the_row(history, change):
             yield Violation(Kind.LATE, change.message_id, f"row {change.row} written by {change.application}")
         elif holders.get(held_by) != change.application:
             holder = holders.get(held_by)
             yield Violation(Kind.FOREIGN, change.message_id, f"held by {holder}, written by {change.application}")
 
 
-def _froze_while_it_wrote(history: History, change: Change) -> bool:
-    """SQLite knows no moment at which a transaction began to write; one that is frozen then keeps all others away."""
-    if change.application is not None or change.old_until is None:
+def _held_the_row(history: History, change: Change) -> bool:
+    """Whether a transaction may have looked at the lease in time, and kept all others away until it wrote.
+
+    SQLite knows no moment at which a transaction began to write. On MariaDB one statement locks rows whose lease holds,
+    and the next one changes them. A process that is frozen in between is late, and nobody has taken its rows.
+    """
+    if change.old_until is None or not (change.application is None or change.locked_first):
         return False
     ended, written = change.old_until.timestamp(), change.at.timestamp()
-    freezes = [fault for fault in history.faults if fault.kind == "freeze"]
-    return any(fault.began <= ended <= fault.ended and written <= fault.ended + ON_THE_WAY for fault in freezes)
+    if change.locked_first and written <= ended + ON_THE_WAY:
+        return True
+    holding = [fault for fault in history.faults if fault.kind in ("freeze", "delay") and _strikes(fault, change)]
+    return any(fault.began <= ended <= fault.ended and written <= fault.ended + ON_THE_WAY for fault in holding)
+
+
+def _strikes(fault: Struck, change: Change) -> bool:
+    return change.application is None or change.application.startswith(f"{fault.target}.")
 
 
 def _recovery(history: History, tables: FinalTables) -> Iterator[Violation]:

@@ -16,10 +16,10 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engin
 from sqlalchemy.pool import Pool
 
 from outbox import Binding, Listener, Message, Outbox
+from outbox.adapters import store_class
 from outbox.core.attempt import Dead, Done, Reason
 from outbox.core.store import Claim, Selection, Store
 from outbox.stores.sqlite import prepare
-from outbox.stores.tables import Tables
 from tests.seeds.observing import eventually
 
 HOUR = timedelta(hours=1)
@@ -51,7 +51,7 @@ class Stage:
         self._beside = create_async_engine(url)  # ours, to look without being seen
         if self._beside.dialect.name == "sqlite":
             prepare(self._beside)
-        self.tables = Tables.named(table_name)
+        self.tables = store_class(self.engine.dialect.name).tables_named(table_name)
         self.effects = Table(
             f"{table_name}_effects",
             self.tables.metadata,

@@ -75,10 +75,10 @@ def mysql_status(driver: Any) -> int | None:
     """The status that came with the last answer on a connection of asyncmy or pymysql; other drivers tell none.
 
     asyncmy keeps the status of an earlier answer where the last one has none of the flags: its result has its own.
+    A result of pymysql has one only where there are no rows.
     """
-    last = getattr(driver, "_result", None)
-    status: int | None = getattr(driver, "server_status", None) if last is None else last.server_status
-    return status
+    last: int | None = getattr(getattr(driver, "_result", None), "server_status", None)
+    return getattr(driver, "server_status", None) if last is None else last
 
 
 # The first word of a statement decides.
