@@ -175,7 +175,7 @@ async def log_reader(parts: Parts, transport: Transport) -> LogReader | None:
             f"relay_from='wal' is for a transport that a relay publishes to, and {transport.name!r} has its messages "
             "routed in the database"
         )
-    reader = parts.log_reader()
+    reader = parts.log_reader(transport)
     await reader.begin()
     return reader
 

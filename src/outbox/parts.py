@@ -23,6 +23,7 @@ from outbox.inbound.inbox import Memory
 from outbox.inbound.receiver import Receiver
 from outbox.observers.logging import LoggingObserver, Observers
 from outbox.outbound.emitter import Emitter
+from outbox.outbound.relay import STUCK
 from outbox.owners import Owners, recorded_queues
 from outbox.settings import Settings
 from outbox.stores.tables import Tables
@@ -193,7 +194,7 @@ class Parts:
         """The slot of this outbox."""
         return self.log_store.log_administration(self.log_url, self.settings.wal_slot)
 
-    def log_reader(self) -> LogReader:
+    def log_reader(self, transport: Transport) -> LogReader:
         """What one relay reads the log by."""
         settings = self.settings
         options = LogOptions(
@@ -202,6 +203,8 @@ class Parts:
             poll_interval=settings.seconds_between_looks,
             slot_in_use_delay=settings.duration("slot_in_use_delay").total_seconds(),
             restart_delay=settings.restart_delay,
+            # Where each message has its own answer, they are sent side by side, and one may hang for long.
+            patience=STUCK if transport.features.reports_answers else None,
         )
         return self.log_store.log_reader(options, self.observe)
 

@@ -39,6 +39,7 @@ class LogOptions:
     poll_interval: float  # seconds between two polls for what the log left to the table
     slot_in_use_delay: float  # seconds between two tries to take a slot that another relay has
     restart_delay: RestartDelay | None  # after other errors
+    patience: float | None  # seconds that a claim waits for the answers of the one before; none: until they are there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -11,7 +11,8 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from outbox import Outbox
+from outbox import Message, Outbox
+from outbox.core.transport import Features, Published, Report, Transport, unreported
 from outbox.stores.postgresql.wal.connection import ReplicationConnection, as_position
 from outbox.stores.postgresql.wal.table import LoggedTable
 from outbox.testing.servers import PostgreSQL
@@ -114,17 +115,59 @@ async def test_a_part_of_a_transaction_confirms_nothing(
     place.held = "3"
     running = asyncio.create_task(_relay(relay))
     await emit(*map(str, range(6)))
-    await until_only(outbox, 3)  # 0 and 1 as a batch, 2 beside the one that is held
+    await until_only(outbox, 1)  # a function is called for each message by itself: one that hangs holds up no other
     await asyncio.sleep(1.5)  # the server is told positions meanwhile
     assert await confirmed(outbox) == before
     place.release()
-    assert await place.until(7) == ["before", "0", "1", "2", "3", "4", "5"]
+    assert await place.until(7) == ["before", "0", "1", "2", "4", "5", "3"]
     await until_empty()
     async with asyncio.timeout(10):
         while await confirmed(outbox) == before:
             await asyncio.sleep(0.05)
     running.cancel()
     await asyncio.wait([running])
+
+
+class Batches(Transport):
+    """A destination that answers to a batch as a whole, as a broker does. It holds back what it is told to."""
+
+    name = "batches"
+    features = Features(consumes=False, delays=False, keeps_dead_letters=False)
+
+    def __init__(self) -> None:
+        self.sent: list[list[str]] = []
+        self.lost = 0  # so many batches get no answer
+        self.answer = asyncio.Event()
+
+    async def publish(self, messages: Sequence[Message], report: Report = unreported) -> Published:
+        self.sent.append([message.body.decode() for message in messages])
+        await self.answer.wait()
+        if self.lost:
+            self.lost -= 1
+            return Published()
+        return Published(frozenset(message.id for message in messages))
+
+
+async def test_nothing_goes_out_before_what_was_committed_earlier_has_an_answer(
+    outbox: Outbox, make: Any, emit: Any, until_empty: Any
+) -> None:
+    """A batch without an answer goes out again before all that was committed later."""
+    batches = Batches()
+    batches.lost = 2
+    relay = make(transport=batches, batch_size=2, restart_delay=0.1)
+    await outbox.store.maintenance.record_transport("batches", switch=True)
+    async with relay.running(relay=True):
+        for number in range(6):
+            await emit(str(number))
+        await asyncio.sleep(0.5)
+        [first] = batches.sent
+        batches.answer.set()
+        await until_empty()
+    assert first[0] == "0"
+    flat = [body for batch in batches.sent for body in batch]
+    assert list(dict.fromkeys(flat)) == [str(number) for number in range(6)]
+    answered = batches.sent[2:]
+    assert [body for batch in answered for body in batch] == [str(number) for number in range(6)]
 
 
 async def until_only(outbox: Outbox, count: int) -> None:

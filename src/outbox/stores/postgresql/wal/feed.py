@@ -25,10 +25,11 @@ class LogFeed:
     """What a publisher claims from while this relay has the slot. Without it, it has nothing to claim.
 
     One claim of rows from the log is open at a time until each of them has an answer: what is claimed next was
-    committed later, and goes out later.
+    committed later, and goes out later. With `patience`, the next one waits so many seconds for answers and no longer:
+    for a transport that sends the messages of a batch side by side, where one that hangs must not hold others back.
     """
 
-    def __init__(self, table: LoggedTable, *, poll_interval: float) -> None:
+    def __init__(self, table: LoggedTable, *, poll_interval: float, patience: float | None = None) -> None:
         self.table = table
         self.buffer = LogBuffer(self._changed)
         self.writer = LogWriter(table, self.buffer, self._left)
@@ -37,7 +38,8 @@ class LogFeed:
         self._news = asyncio.Event()
         self._poll_at = 0.0  # by the loop's clock
         self._tables_turn = True
-        self._publishing = False  # whether a claim of rows from the log waits for answers
+        self._patience = patience
+        self._gate: LogClaim | None = None  # the claim of rows from the log whose answers the next one waits for
         self._open = 0  # claims
         self._skew: Microseconds = 0  # of the server's clock, since 2000, against this process's
         self.changed = asyncio.Event()  # for the stream: there is room, or a claim has ended
@@ -90,7 +92,7 @@ class LogFeed:
     def _is_ready(self) -> bool:
         if not self.has_slot:
             return False
-        return self._is_poll_due or not (self.buffer.is_empty or self._publishing or self.is_sweeping)
+        return self._is_poll_due or not (self.buffer.is_empty or self._gate or self.is_sweeping)
 
     @property
     def _is_poll_due(self) -> bool:
@@ -107,7 +109,7 @@ class LogFeed:
 
     async def from_table(self, selection: Selection) -> SqlClaim | None:
         """A claim of due rows that the log left to the table, if it is the table's turn and there are any."""
-        waits = not (self.buffer.is_empty or self._publishing or self.is_sweeping)
+        waits = not (self.buffer.is_empty or self._gate or self.is_sweeping)
         if not self.has_slot or not self._is_poll_due or (waits and not self._tables_turn):
             self._tables_turn = True
             return None
@@ -126,28 +128,34 @@ class LogFeed:
         self._poll_at = self._loop.time() + max(pause, RESPITE * took)
         return None
 
-    async def from_log(self, limit: int) -> list[LoggedMessage]:
-        """The next rows of the log, if no others wait for answers. Whoever gets any says `answered`."""
-        if not self.has_slot or self._publishing or self.is_sweeping:
+    async def from_log(self, claim: LogClaim, limit: int) -> list[LoggedMessage]:
+        """The next rows of the log, if no others wait for answers. A claim that gets any says `answered`."""
+        if not self.has_slot or self._gate or self.is_sweeping:
             return []
-        self._publishing = True
+        self._gate = claim
         taken: list[LoggedMessage] = []
         try:
             while not taken and not self.buffer.is_empty:
                 taken = self.buffer.take(limit, AIM)
                 taken = self._in_time(await self._unsettled(taken))
         except BaseException:
-            self.answered(taken)
+            self.answered(claim, taken)
             raise
         if not taken:
-            self.answered(())
+            self.answered(claim, ())
+        elif self._patience is not None:
+            self._loop.call_later(self._patience, self._open_gate, claim)
         return taken
 
-    def answered(self, again: Sequence[LoggedMessage]) -> None:
+    def answered(self, claim: LogClaim, again: Sequence[LoggedMessage]) -> None:
         """Every row of the claim has an outcome; these go out again, before all others."""
         self.buffer.give_back(again)
-        self._publishing = False
-        self._changed()
+        self._open_gate(claim)
+
+    def _open_gate(self, claim: LogClaim) -> None:
+        if self._gate is claim:
+            self._gate = None
+            self._changed()
 
     async def settle(
         self, kept: Mapping[int, Outcome], selection: Selection, messages: Mapping[int, LoggedMessage]
@@ -233,7 +241,7 @@ class LogClaim:
         if self._of_table is not None:
             self.attempts = self._of_table.attempts
             return
-        messages = await self._feed.from_log(self._selection.limit)
+        messages = await self._feed.from_log(self, self._selection.limit)
         self._publishing = bool(messages)
         self._messages = {message.row.id: message for message in messages}
         self._unanswered = set(self._messages)
@@ -282,7 +290,7 @@ class LogClaim:
             self._publishing = False
             order = {id: position for position, id in enumerate(self._messages)}
             self._again.sort(key=lambda message: order[message.row.id])
-            self._feed.answered(self._again)
+            self._feed.answered(self, self._again)
 
 
 def _is_again(outcome: Outcome) -> bool:

@@ -23,7 +23,7 @@ class PostgresqlLogReader:
     def __init__(self, slot: LogSlot, table: LoggedTable, options: LogOptions, observe: Observer) -> None:
         self._slot = slot
         self._options = options
-        self.feed = LogFeed(table, poll_interval=options.poll_interval)
+        self.feed = LogFeed(table, poll_interval=options.poll_interval, patience=options.patience)
         self._stream = LogStream(
             self.feed,
             slot,
