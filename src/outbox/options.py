@@ -105,8 +105,8 @@ class Options(TypedDict, total=False):
     Default: `True`.
     """
     relay_from: str | None
-    """Where a relay has its messages from: `table` polls, `wal` reads PostgreSQL's write-ahead log, in commit order
-    and milliseconds after the commit. Make slot and publication with `outbox wal create` first.
+    """Where a relay reads messages: `table` polls, `wal` tails PostgreSQL's write-ahead log, after `outbox wal
+    create`.
     Default: `table`.
     """
     wal_url: str | None
@@ -138,7 +138,7 @@ class Options(TypedDict, total=False):
     Default: 60 s.
     """
     grace: Seconds | None
-    """Shutdown timeout: how long running listeners may go on after SIGTERM.
+    """Shutdown timeout: how long listeners may go on after SIGTERM.
     Default: 30 s.
     """
     retry_delays: RetryDelays | None

@@ -162,8 +162,7 @@ class Settings:
     )
     relay_from: str = option(
         "table",
-        "Where a relay has its messages from: `table` polls, `wal` reads PostgreSQL's write-ahead log, in commit order "
-        "and milliseconds after the commit. Make slot and publication with `outbox wal create` first.",
+        "Where a relay reads messages: `table` polls, `wal` tails PostgreSQL's write-ahead log, after `outbox wal create`.",
         parse=str,
     )
     wal_url: str | None = option(
@@ -202,9 +201,7 @@ class Settings:
         "how late a dead worker's messages are redelivered, not how long a listener may run.",
         parse=parse_duration,
     )
-    grace: Seconds = option(
-        30.0, "Shutdown timeout: how long running listeners may go on after SIGTERM.", parse=parse_duration
-    )
+    grace: Seconds = option(30.0, "Shutdown timeout: how long listeners may go on after SIGTERM.", parse=parse_duration)
     retry_delays: RetryDelays = option(
         (1, 10, 60, 300),
         "Delays between a listener's attempts: a sequence, a RetryPolicy, or a function. `()` means no retries.",
@@ -296,12 +293,11 @@ class Settings:
             check_name(self.service, "service")
         if self.webhook_secrets is not None:
             self._set("webhook_secrets", Secrets.of(self.webhook_secrets))
-        for name in ("poll_interval", "lease", "slot_in_use_delay"):
-            self._set(name, self._checked(name, as_lifetime))
+        for name in ("poll_interval", "lease", "slot_in_use_delay", "expiration"):
+            if getattr(self, name) is not None:
+                self._set(name, self._checked(name, as_lifetime))
         for name in ("grace", "fresh_dead_letters"):
             self._set(name, self._checked(name, as_delay))
-        if self.expiration is not None:
-            self._set("expiration", self._checked("expiration", as_lifetime))
         for name in ("batch_size", "prefetch_count", "max_body_size"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
