@@ -105,8 +105,7 @@ class Options(TypedDict, total=False):
     Default: `True`.
     """
     relay_from: str | None
-    """Where a relay reads messages: `table` polls, `wal` tails PostgreSQL's write-ahead log, after `outbox wal
-    create`.
+    """Where a relay reads messages: `table` polls, `wal` tails PostgreSQL's log, after `outbox wal create`.
     Default: `table`.
     """
     wal_url: str | None

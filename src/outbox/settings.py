@@ -162,7 +162,7 @@ class Settings:
     )
     relay_from: str = option(
         "table",
-        "Where a relay reads messages: `table` polls, `wal` tails PostgreSQL's write-ahead log, after `outbox wal create`.",
+        "Where a relay reads messages: `table` polls, `wal` tails PostgreSQL's log, after `outbox wal create`.",
         parse=str,
     )
     wal_url: str | None = option(
