@@ -111,8 +111,7 @@ async def test_a_walsender_that_is_ended_is_replaced_and_nothing_is_lost(
         for number in range(60):
             await emit(str(number))
             if number % 20 == 10:
-                pid = (await outbox.wal.status()).active_pid
-                await execute(outbox, f"SELECT pg_terminate_backend({pid})")
+                await terminate(outbox)
         await until_empty()
         await recorder.wait_for(Troubled)
     assert list(dict.fromkeys(place.bodies)) == [str(number) for number in range(60)]
@@ -124,7 +123,7 @@ async def test_a_slot_that_is_dropped_in_mid_load_is_reported_and_what_it_missed
     async with outbox.running(relay=True):
         await emit("before")
         await place.until(1)
-        await execute(outbox, f"SELECT pg_terminate_backend({(await outbox.wal.status()).active_pid})")
+        await terminate(outbox)
         await drop_slot(outbox)
         await emit("missed", "missed too")
         [*_, trouble] = await recorder.wait_for(Troubled)
@@ -292,6 +291,14 @@ async def test_roles_with_no_more_rights_than_they_need(
 async def execute_script(outbox: Outbox, script: str) -> None:
     with psycopg.connect(str(outbox.settings.db_engine_url).replace("+asyncpg", ""), autocommit=True) as connection:
         connection.execute(script)
+
+
+async def terminate(outbox: Outbox) -> None:
+    """End the server's process that sends to the relay."""
+    async with asyncio.timeout(20):
+        while (pid := (await outbox.wal.status()).active_pid) is None:
+            await asyncio.sleep(0.02)
+    await execute(outbox, f"SELECT pg_terminate_backend({pid})")
 
 
 async def drop_slot(outbox: Outbox) -> None:
