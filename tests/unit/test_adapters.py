@@ -141,7 +141,7 @@ def test_a_missing_driver_for_threads_is_named_as_well(missing: Missing) -> None
         sync_url(make_url("postgresql+asyncpg://h/d"))
 
 
-@pytest.mark.parametrize("url", ["mysql://h/d", "mysql+asyncmy://h/d", "oracle://h/d", "mssql+pyodbc://h/d", "x://"])
+@pytest.mark.parametrize("url", ["oracle://h/d", "mssql+pyodbc://h/d", "x://"])
 def test_a_database_without_a_store_is_refused_with_those_there_are(url: str) -> None:
     with pytest.raises(ConfigurationError, match=r"no store for the database '(\w+)'.*postgresql, sqlite"):
         async_url(url)

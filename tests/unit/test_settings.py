@@ -488,7 +488,7 @@ def everything_shown(action: Callable[[], object]) -> str:
 @pytest.mark.parametrize(
     "action",
     [
-        pytest.param(lambda: Outbox(db_engine_url=f"mysql://u:{CANARY}@h/d").store, id="no store"),
+        pytest.param(lambda: Outbox(db_engine_url=f"oracle://u:{CANARY}@h/d").store, id="no store"),
         pytest.param(lambda: Outbox(db_engine_url=f"oracle+x://u:{CANARY}@h/d").store, id="no store with a driver"),
         pytest.param(lambda: Outbox(db_engine_url=f"u:{CANARY}@h/d").store, id="no scheme"),
         pytest.param(lambda: Outbox(db_engine_url=f"//u:{CANARY}@h/d").store, id="an empty scheme"),

@@ -84,10 +84,6 @@ class CallerTransactions(Protocol):
         """
         ...
 
-    def is_read_only(self, error: BaseException) -> bool:
-        """Whether the server takes no writes at all, as a replica; of the error or of what it was raised from."""
-        ...
-
     def keeps_snapshot(self, connection: Connection) -> bool:
         """Whether the connection's transaction, about to begin, cannot complete an attempt whose lease is renewed then.
 
@@ -268,6 +264,10 @@ class Inspection(Protocol):
 
     async def claimable(self) -> list[Claimable]:
         """What lies for each destination and could be claimed, and what is held."""
+        ...
+
+    def is_read_only(self, error: BaseException) -> bool:
+        """Whether the server takes no writes at all, as a replica; of the error or of what it was raised from."""
         ...
 
     async def examine(self) -> Examination:

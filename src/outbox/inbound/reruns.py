@@ -54,7 +54,7 @@ class Rerun:
         reruns = self._reruns
         if isinstance(error, SnapshotTaken):
             return True  # the next run renews the leases first
-        if not isinstance(error, NotStarted) and reruns.store.transactions.is_read_only(error):
+        if not isinstance(error, NotStarted) and reruns.store.inspection.is_read_only(error):
             raise NotStarted(f"no database that may be written for {reruns.queue}") from error
         if isinstance(error, ConnectionLost):
             self._losses += 1

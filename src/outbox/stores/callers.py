@@ -137,9 +137,6 @@ class SqlTransactions:
     def is_conflict(self, error: BaseException) -> bool:
         return any(map(self._dialect.is_own_conflict, causes(error)))
 
-    def is_read_only(self, error: BaseException) -> bool:
-        return any(map(self._dialect.is_read_only, causes(error)))
-
     def keeps_snapshot(self, connection: Connection) -> bool:
         return self._dialect.keeps_snapshot(connection)
 
