@@ -90,8 +90,9 @@ class PreparedOnMariadb(Prepared):
             "due_at": "UTC_TIMESTAMP(6)",
             "routed_at": "UTC_TIMESTAMP(6)",
         }
-        columns = [column.name for column in messages.c if column.name != "id" and column.computed is None]
-        values = ", ".join(given.get(name, name) for name in columns)
+        names = [column.name for column in messages.c if column.name != "id" and column.computed is None]
+        columns = [f"`{name}`" for name in names]
+        values = ", ".join(given.get(name, f"`{name}`") for name in names)
         await self.execute(
             f"INSERT INTO {messages.name} ({', '.join(columns)}) "
             f"SELECT {values} FROM {messages.name}, seq_1_to_{count} WHERE destination = ''"

@@ -103,6 +103,7 @@ async def test_so_does_one_of_pymysql(outbox: Outbox, effects: Effects, database
         "DROP TABLE IF EXISTS {name}",
         "OPTIMIZE LOCAL TABLE {name}",
     ],
+    ids=["create", "view", "alter", "truncate", "drop", "optimize"],
 )
 async def test_ddl_in_the_middle_of_a_transaction_is_refused_before_it_commits(
     outbox: Outbox, table_name: str, ddl: str
