@@ -47,7 +47,7 @@ class MariadbDatabase(ServerDatabase):
         return url.render_as_string(hide_password=False)
 
     def link(self, name: str) -> Link:
-        return self._proxy.opened(lambda loop: MysqlLink(name, self._server.port, loop))
+        return self._proxy.opened(lambda loop: MysqlLink(name, [self._server.port], loop))
 
     def crash(self) -> None:
         self._server.kill()

@@ -24,7 +24,7 @@ def link(mariadb_database: str) -> Iterator[MysqlLink]:
     port = make_url(mariadb_database).port
     assert port is not None
     with Proxy() as proxy:
-        yield proxy.opened(lambda loop: MysqlLink("worker-1", port, loop))
+        yield proxy.opened(lambda loop: MysqlLink("worker-1", [port], loop))
 
 
 @pytest.fixture
