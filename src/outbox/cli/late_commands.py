@@ -15,14 +15,14 @@ class LateCommands(dict[str, Any]):
     SHORT_HELPS: ClassVar[dict[str, str]] = {
         "relay": "Hand stored messages to the transport.",
         "worker": "Serve listeners.",
-        "status": "Show what lies where.",
+        "status": "Show how many messages wait, and where.",
         "doctor": "Say what is wrong, and what to do.",
         "topology": "Print what listeners need at RabbitMQ.",
         "demo": "Show the library at work, on SQLite.",
-        "messages": "List stored messages and tell the walk of one.",
+        "messages": "List stored messages, or show the history of one.",
         "dead-letters": "List, show, replay and discard dead letters.",
         "queues": "List queues, replace or remove their bindings, release them.",
-        "tables": "Make the tables, check them, print their SQL.",
+        "tables": "Create the tables, check them, print their SQL.",
         "wal": "Make, drop and check what relays with --from wal read.",
     }
 

@@ -19,7 +19,7 @@ from outbox.core.store import IN_DATABASE, StoredMessage
 from outbox.core.transport import countable
 from outbox.instance import Outbox
 
-app = typer.Typer(help="List stored messages and tell the walk of one.", no_args_is_help=True)
+app = typer.Typer(help="List stored messages, or show the history of one.", no_args_is_help=True)
 
 Fact = tuple[str, object]
 

@@ -21,7 +21,7 @@ from outbox.instance import Outbox
 from outbox.settings import Settings
 from outbox.stores.ddl import creation
 
-app = typer.Typer(help="Make the tables, check them, print their SQL.", no_args_is_help=True)
+app = typer.Typer(help="Create the tables, check them, print their SQL.", no_args_is_help=True)
 
 
 Dialect = StrEnum("Dialect", [(name.upper(), name) for name in installed_stores()])  # type: ignore[misc]

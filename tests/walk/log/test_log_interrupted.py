@@ -97,9 +97,10 @@ async def test_what_was_put_off_and_not_confirmed_stays_with_the_table(
     place.refused.clear()
     async with relay.running(relay=True):
         await emit("next")
-        assert await place.until(3) == ["taken", "next", "refused"]
+        assert sorted(await place.until(3)) == ["next", "refused", "taken"]
         await until_empty()
-    assert place.asked == ["refused", "taken", "next", "refused"]
+    assert place.asked[:2] == ["refused", "taken"]
+    assert sorted(place.asked[2:]) == ["next", "refused"]  # the retry may be due before the second relay has the slot
 
 
 async def test_a_part_of_a_transaction_confirms_nothing(
