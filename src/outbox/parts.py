@@ -23,7 +23,6 @@ from outbox.inbound.inbox import Memory
 from outbox.inbound.receiver import Receiver
 from outbox.observers.logging import LoggingObserver, Observers
 from outbox.outbound.emitter import Emitter
-from outbox.outbound.relay import STUCK
 from outbox.owners import Owners, recorded_queues
 from outbox.settings import Settings
 from outbox.stores.tables import Tables
@@ -196,6 +195,8 @@ class Parts:
 
     def log_reader(self, transport: Transport) -> LogReader:
         """What one relay reads the log by."""
+        from outbox.outbound.relay import STUCK
+
         settings = self.settings
         options = LogOptions(
             url=self.log_url,
