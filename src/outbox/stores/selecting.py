@@ -216,7 +216,7 @@ class SqlSelecting:
     def _leased(self) -> Any:
         return select(*self._told(self._isolated)).where(self._dialect.among(self._messages.c.id, "ids"))
 
-    def _leasing(self, chosen: ColumnElement[bool]) -> Any:
+    def _leasing(self, chosen: ColumnElement[bool], **further: Any) -> Any:
         """Leases rows. Isolated attempts are leased by a token of their own, and their start is not counted yet."""
         columns = self._messages.c
         apart = bindparam("apart", type_=columns.lease_token.type)
@@ -228,6 +228,7 @@ class SqlSelecting:
             lease_token=case((isolated, apart), else_=bindparam("token", type_=columns.lease_token.type)),
             lease_until=self._lease_until,
             starts=case((isolated, columns.starts), else_=one_more(columns.starts)),
+            **further,
         )
 
     @property

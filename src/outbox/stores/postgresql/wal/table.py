@@ -75,7 +75,7 @@ class LeftSelecting(PostgresqlSelecting):
         chosen = self._dialect.among(columns.id, "ids") & columns.done_at.is_(None)
         unleased = columns.lease_until.is_(None) | (columns.lease_until <= self._dialect.clock())
         marked = {"first_due_at": func.coalesce(columns.first_due_at, columns.due_at)}
-        return self._leasing(chosen & unleased).values(**marked).returning(*self._told(self._isolated))
+        return self._leasing(chosen & unleased, **marked).returning(*self._told(self._isolated))
 
 
 class LoggedTable:
