@@ -114,7 +114,8 @@ class Stage:
         await eventually(lambda: not (asyncio.all_tasks() - tasks))
         async with self._beside.connect() as connection:
             for table in self.tables.metadata.sorted_tables:
-                rows = (await connection.execute(select(table))).mappings()
+                kept = [column for column in table.columns if column.computed is None]
+                rows = (await connection.execute(select(*kept))).mappings()
                 self._saved.append((table, [dict(row) for row in rows]))
 
     async def set(self) -> None:

@@ -321,6 +321,7 @@ def calls() -> Iterator[tuple[str, Operation]]:
     yield "Maintenance.recorded_transport", lambda stage: stage.store.maintenance.recorded_transport()
     yield "OwnersTable.record", lambda stage: stage.store.owners.record({"q": "shop", "other": "mails"})
     yield "OwnersTable.all", lambda stage: stage.store.owners.all()
+    yield "OwnersTable.feeds", lambda stage: stage.store.owners.feeds()
     yield "OwnersTable.release", lambda stage: stage.store.owners.release("q")
     yield "OwnersTable.declare", lambda stage: stage.store.owners.declare([Binding("q", "#"), Binding("q", "new")])
     yield "OwnersTable.declared", lambda stage: stage.store.owners.declared()

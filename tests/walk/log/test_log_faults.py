@@ -177,12 +177,11 @@ async def test_a_slot_that_needs_too_much_is_lost_and_no_message_is(
 async def test_a_destination_that_stalls_costs_neither_the_connection_nor_memory(shop: Outbox, tmp_path: Path) -> None:
     """Longer than wal_sender_timeout, behind a transaction of 150 MB: the stream is paused."""
     stalled = tmp_path / "stalled"
-    stalled.touch()
     relay = start(shop, tmp_path, OUTBOX_WAL_URL=f"{shop.settings.db_engine_url}?options=-c wal_sender_timeout=2s")
     try:
-        async with asyncio.timeout(30):
-            while (await shop.wal.status()).active_pid is None:
-                await asyncio.sleep(0.05)
+        await emit(shop, "1500")  # after it, all modules are loaded
+        await emptied(shop)
+        stalled.touch()
         pid, before = (await shop.wal.status()).active_pid, resident(relay)
         body = "x" * 100_000
         async with shop.transaction() as session:
@@ -194,12 +193,13 @@ async def test_a_destination_that_stalls_costs_neither_the_connection_nor_memory
         stalled.unlink()
         await emptied(shop)
         assert (await shop.wal.status()).active_pid == pid
-        assert resident(relay) - before < 50 * 1024
+        # What malloc keeps for later: as much after 75 MB as after 300 MB.
+        assert resident(relay) - before < 64 * 1024
     finally:
         relay.kill()
         relay.wait()
     delivered = (tmp_path / "delivered").read_text().split()  # a function may be called for several at once
-    assert sorted(map(int, delivered)) == list(range(1500))
+    assert sorted(map(int, delivered)) == list(range(1501))
 
 
 def resident(process: subprocess.Popen[bytes]) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from outbox.stores.postgresql.wal.inserted_row import InsertedRow
 from outbox.stores.postgresql.wal.window import LoggedTransaction, LogWindow
 
-MOST_BYTES = 16 * 1024 * 1024  # of rows that are decoded and not settled; then the stream is paused
+MOST_BYTES = 8 * 1024 * 1024  # of rows that are decoded and not settled; then the stream is paused
 MOST_ROWS = 10_000  # the same
 
 
