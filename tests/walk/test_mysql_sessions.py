@@ -207,8 +207,8 @@ async def test_names_that_differ_in_spaces_case_or_accents_are_different_names(
     async with outbox.transaction() as session:
         for name in names:
             message = Message(routing_key="x", body=b"1", tracking_ids=(f"id-{name}",))
-            assert await outbox.receive("inbox", message, session=session)
-            assert not await outbox.receive("inbox", message, session=session)
+            assert await outbox.receive(session, "inbox", message)
+            assert not await outbox.receive(session, "inbox", message)
 
 
 # Autocommit
