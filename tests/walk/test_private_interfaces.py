@@ -24,8 +24,9 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 SOURCES = Path(__file__).parents[2] / "src/outbox"
-# Of a row, of an enumeration, of os, of a named tuple: public in spite of the underscore.
-DOCUMENTED = {"_mapping", "_value_", "_exit", "_asdict", "_fields"}
+# Of a row, of an enumeration, of os, of sys, of a named tuple: public in spite of the underscore.
+DOCUMENTED = {"_mapping", "_value_", "_exit", "_getframe", "_asdict", "_fields"}
+IN_TEST_MYSQL_ENDS = {"_result"}  # of connections of asyncmy and pymysql, on a server of theirs
 GUARDED_ELSEWHERE = ("transports/",)
 
 
@@ -278,7 +279,7 @@ def test_no_other_private_interface_is_used() -> None:
         for file, tree in trees.items()
         if not file.relative_to(SOURCES).as_posix().startswith(GUARDED_ELSEWHERE)
         for name in _used(tree)
-        if name not in ours | DOCUMENTED and name not in listed
+        if name not in ours | DOCUMENTED | IN_TEST_MYSQL_ENDS and name not in listed
     }
     assert not found, "these are not ours and not promised by anybody: check them above, or do without"
 
