@@ -149,7 +149,7 @@ async def test_what_goes_wrong_with_it_is_not_the_callers_affair(
     producer = Outbox(db_engine_url=url.set(drivername="postgresql+asyncpg", port=1), table_name=table_name)
     caplog.set_level(logging.DEBUG, "outbox")
     await asyncio.to_thread(emit, producer, engine)
-    await eventually(lambda: "nobody was woken" in caplog.text)
+    await eventually(lambda: "no worker was notified" in caplog.text)
     assert [record for record in caplog.records if record.levelno > logging.INFO] == []
     assert len(await listening.outbox.messages()) == 1
     engine.dispose()

@@ -513,7 +513,7 @@ async def test_a_broker_has_a_clock_that_nobody_can_move(make_outbox: MakeOutbox
     transport: Any = Broker()
     transport.open = transport.close = transport.publish = transport.declare = transport.consume = None
     outbox = make_outbox(transport=transport)
-    with pytest.raises(ConfigurationError, match="'broker' keeps a time of its own"):
+    with pytest.raises(ConfigurationError, match="'broker' has its own clock, which cannot be moved"):
         await drain(outbox)
 
 
