@@ -22,7 +22,7 @@ SOURCES = "srv/outbox"  # inside a tree
 _LEFT_OUT = shutil.ignore_patterns(
     ".venv*", ".git", "__pycache__", ".*_cache", ".hypothesis", "*.egg-info", "report-*.xml"
 )
-_EXTRAS = ".[postgresql,rabbitmq,http,speed]"
+_EXTRAS = ".[postgresql,mysql,rabbitmq,http,speed]"
 # The tests' own tools, in whatever versions fit what is being tested.
 _TOOLS = (
     *(
