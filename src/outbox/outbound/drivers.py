@@ -92,7 +92,7 @@ class DriverTransaction(CallersTransaction):
         """The database's own error."""
         return error
 
-    # Drivers tell nobody of the end of a transaction.
+    # A driver does not report the end of a transaction.
 
     def after_commit(self, action: Callable[[], None]) -> None:
         """Nothing: the next look at the table finds what was written."""

@@ -1,4 +1,4 @@
-"""What the information schema tells of the tables, and the SQL that mends them."""
+"""What the information schema says of the tables, and the SQL that corrects them."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class LogBuffer:
             self._changed()
 
     def hold(self, message: LoggedMessage) -> None:
-        """Count a row that nobody is to claim, until it is settled."""
+        """Count a row that no relay is to claim, until it is settled."""
         message.transaction.unsettled += 1
         self._rows += 1
         self._bytes += message.row.size

@@ -189,7 +189,7 @@ class LogFeed:
         return unsettled
 
     def _in_time(self, messages: list[LoggedMessage]) -> list[LoggedMessage]:
-        """Without those that have expired, which are left to the table like all that nobody can attempt."""
+        """Without those that have expired, which are left to the table like all rows that cannot be attempted."""
         now = _local() + self._skew
         expired = [each for each in messages if each.row.expires_at is not None and each.row.expires_at <= now]
         if not expired:

@@ -23,7 +23,7 @@ Microseconds = int  # since 2000
 
 @dataclass(frozen=True, slots=True)
 class InsertedRow:
-    """What decides of a row, and the attempt that it stands for; or why nobody can attempt it."""
+    """What decides of a row, and the attempt that it stands for; or why it cannot be attempted."""
 
     id: int
     due_at: Microseconds
