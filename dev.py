@@ -70,8 +70,8 @@ LINTERS = {
 PYTEST = ["-m", "pytest"]
 BUILD_SITE = ["-m", "mkdocs", "build", "--strict"]  # with --quiet no warning would count
 SERVE_SITE = ["-m", "mkdocs", "serve", "--dev-addr", "127.0.0.1:8000"]
-# Most tests wait for something: three of them can, on two cores. In the order of tests/conftest.py: long files first.
-SIDE_BY_SIDE = ["-n", "3", "--dist", "loadfile", "--no-loadscope-reorder"]
+# Most tests wait for something: four of them can, on two cores. In the order of tests/conftest.py: long files first.
+SIDE_BY_SIDE = ["-n", "4", "--dist", "loadfile", "--no-loadscope-reorder"]
 # Where one file has nearly all of the tests, they are dealt out one by one.
 ONE_BY_ONE = ["-n", "3", "--dist", "worksteal"]
 # An older SQLAlchemy is met on one driver of PostgreSQL: what the databases differ in is not SQLAlchemy's.

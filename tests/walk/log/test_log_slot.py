@@ -192,22 +192,24 @@ async def test_rows_whose_primary_key_is_changed_by_hand_and_a_truncated_table(
     outbox: Outbox, emit: Any, place: Place, until_empty: Any
 ) -> None:
     table = outbox.tables.messages.fullname
-    place.opened.clear()
     async with outbox.running(relay=True):
+        await emit("first")  # until the slot is taken, rows are looked for by their id, and one that moved is swept later
+        await place.until(1)
+        place.opened.clear()
         await emit("moved")
         await execute(outbox, f"UPDATE {table} SET id = id + 100000")
         place.opened.set()
-        await place.until(1)
-        await emit("kept")
         await place.until(2)
+        await emit("kept")
+        await place.until(3)
         await execute(outbox, f"TRUNCATE {table}")
         await emit("after")
-        await place.until(3)
+        await place.until(4)
         await execute(outbox, f"ALTER TABLE {table} ADD COLUMN further text")
         await emit("wider")
-        await place.until(4)
+        await place.until(5)
         await until_empty()
-    assert place.bodies == ["moved", "kept", "after", "wider"]
+    assert place.bodies == ["first", "moved", "kept", "after", "wider"]
 
 
 async def test_the_command_makes_shows_and_drops_the_slot(wal_command: Command, make: Any, table_name: str) -> None:
