@@ -193,7 +193,8 @@ async def test_rows_whose_primary_key_is_changed_by_hand_and_a_truncated_table(
 ) -> None:
     table = outbox.tables.messages.fullname
     async with outbox.running(relay=True):
-        await emit("first")  # until the slot is taken, rows are looked for by their id, and one that moved is swept later
+        # Until the slot is taken rows are looked for by their id, and one that moved is swept later.
+        await emit("first")
         await place.until(1)
         place.opened.clear()
         await emit("moved")
