@@ -19,7 +19,7 @@ from outbox.core.attempt import Done, Released
 from outbox.core.events import Handled, Troubled, Unsettled
 from outbox.transports.rabbitmq import RabbitmqTransport, lost_runs
 from tests.amqp.peer import LONG, Consuming, Peer
-from tests.seeds.observing import Recorder, eventually
+from tests.support.observing import Recorder, eventually
 
 LOSSES = 12  # more than the slots of a listener, by default 10
 

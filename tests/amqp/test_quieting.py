@@ -11,7 +11,7 @@ from outbox.core.events import Troubled
 from outbox.core.transport import Defaults
 from outbox.transports.rabbitmq import RabbitmqTransport
 from tests.amqp.peer import Peer
-from tests.seeds.observing import Recorder, eventually
+from tests.support.observing import Recorder, eventually
 
 
 def said(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:

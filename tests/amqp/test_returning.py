@@ -16,7 +16,7 @@ from outbox.core.events import Relayed, Troubled
 from outbox.outbound import relay as relay_module
 from outbox.transports.rabbitmq import RabbitmqTransport, aiormq_channel, frames
 from tests.amqp.peer import Peer
-from tests.seeds.observing import PATIENCE, Recorder, Statements, eventually
+from tests.support.observing import PATIENCE, Recorder, Statements, eventually
 
 BACK_WITHIN = 3 * 5.0  # seconds after the broker's return; 5 are promised
 PAUSE = 0.02  # seconds: a relay that would claim again does so many times in the moment in which a test looks

@@ -18,7 +18,7 @@ from outbox.testing.servers.programs import ServerFailed
 from outbox.transports.rabbitmq.envelope import Envelope
 from tests.chaos.evidence import Buried
 from tests.chaos.history import Emitted
-from tests.chaos.proxy import Link, Proxy
+from tests.support.proxy import Link, Proxy
 
 EXCHANGE = "outbox"
 DEAD_LETTERS = ".dlq"

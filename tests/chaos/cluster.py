@@ -9,7 +9,7 @@ from contextlib import ExitStack, suppress
 
 from outbox.testing.servers import RabbitMQ, ServerFailed
 from tests.chaos.broker import LOOK_EVERY, Broker, CountingRabbitMQ
-from tests.chaos.proxy import Link
+from tests.support.proxy import Link
 
 NODES = 3
 BUSIEST_QUEUE = "invoices"

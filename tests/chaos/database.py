@@ -22,7 +22,7 @@ from tests.chaos import tables
 from tests.chaos.disk import Disk
 from tests.chaos.evidence import Balance, Buried, Change, Effect, FinalTables
 from tests.chaos.history import Emitted
-from tests.chaos.proxy import Link, Proxy
+from tests.support.proxy import Link, Proxy
 
 DRIVERS = ("asyncpg", "psycopg")
 MEBIBYTE = 1024 * 1024

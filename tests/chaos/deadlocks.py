@@ -14,7 +14,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
-from tests.mariadb import arguments
+from tests.support.mariadb import arguments
 
 DEADLOCK = 1213
 HEAVY = 3000  # rows: the server ends the transaction that has written least

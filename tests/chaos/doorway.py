@@ -16,7 +16,7 @@ from urllib.parse import unquote
 
 from tests.chaos.evidence import Asked
 from tests.chaos.fates import UNANSWERED
-from tests.chaos.proxy import Link, Pair, Proxy
+from tests.support.proxy import Link, Pair, Proxy
 
 SECRET = "whsec_" + "b3V0Ym94" * 4
 TAKEN = "taken"  # what a tripwire waits for

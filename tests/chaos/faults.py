@@ -19,9 +19,9 @@ from tests.chaos.database import Database, ServerDatabase
 from tests.chaos.doorway import NO_ANSWER, REFUSALS, TAKEN, Doorway
 from tests.chaos.mariadb import MariadbDatabase
 from tests.chaos.processes import RELAY, WORKER, Crew, Member
-from tests.chaos.proxy import CONFIRM, Link
 from tests.chaos.schedule import Planned
 from tests.chaos.standby import PostgresqlPair
+from tests.support.proxy import CONFIRM, Link
 
 HOUR = 3600.0
 CRASH, STOP = methodcaller("crash"), methodcaller("stop")

@@ -12,8 +12,8 @@ from outbox.testing.servers import MariaDB
 from tests.chaos import deadlocks, tables
 from tests.chaos.database import ServerDatabase
 from tests.chaos.mysql_proxy import MysqlLink
-from tests.chaos.proxy import Link, Proxy
-from tests.mariadb import statement
+from tests.support.mariadb import statement
+from tests.support.proxy import Link, Proxy
 
 # In UTC, as the times are that the library writes. With a log that outlives a crash of the server.
 SETTINGS = {"default-time-zone": "+00:00"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from tests.chaos.proxy import _SIZE, Link, Pair
+from tests.support.proxy import _SIZE, Link, Pair
 
 _QUERY = 3  # COM_QUERY
 _DONE = 0  # the first byte of an answer without rows

@@ -15,7 +15,7 @@ from outbox.testing.servers.programs import account
 from tests.chaos import tables
 from tests.chaos.database import PostgresqlDatabase, RecoveringPostgreSQL
 from tests.chaos.evidence import FailOver, FinalTables, Place
-from tests.chaos.proxy import Link, Proxy
+from tests.support.proxy import Link, Proxy
 
 STANDBY = "standby"  # the name by which a primary knows it
 FOLLOWS_WITHIN = 120.0  # seconds

@@ -13,8 +13,8 @@ from sqlalchemy.orm import Session
 
 from tests.chaos import deadlocks
 from tests.chaos.mysql_proxy import MysqlLink
-from tests.chaos.proxy import Proxy
-from tests.mariadb import arguments, statement
+from tests.support.mariadb import arguments, statement
+from tests.support.proxy import Proxy
 
 SOON = 30.0  # seconds
 

@@ -14,8 +14,8 @@ from sqlalchemy import make_url
 from yarl import URL
 
 from outbox.testing.servers.private_server import free_port
-from tests.broker import VirtualHost
-from tests.chaos.proxy import CONFIRM, Link, Proxy
+from tests.support.broker import VirtualHost
+from tests.support.proxy import CONFIRM, Link, Proxy
 
 SOON = 30.0  # seconds
 LONG_ENOUGH = 0.5  # seconds without an answer where one would take milliseconds

@@ -16,7 +16,7 @@ from outbox.testing.publishing_contract import IGNORED, REFUSED, PublishingContr
 from outbox.transports import function
 from outbox.transports.function import FunctionTransport
 from outbox.transports.http import HttpTransport
-from tests.http_sink import HttpSink, by_type, hang, status
+from tests.support.http_sink import HttpSink, by_type, hang, status
 
 
 class HttpDestination:

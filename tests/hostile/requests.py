@@ -10,7 +10,7 @@ from random import Random
 from typing import Any
 
 from outbox.core.webhooks import Secrets, sign
-from tests.walk.sending import BATCHED, STRUCTURED, attributes, batched, binary, structured, webhook
+from tests.support.sending import BATCHED, STRUCTURED, attributes, batched, binary, structured, webhook
 
 SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
 FOREIGN_SECRET = "whsec_C2FVsBQIhrscChlQIMV+b5sSYspob7oD"

@@ -25,7 +25,7 @@ from outbox.core.events import Troubled
 from outbox.core.message import LARGEST_BODY
 from outbox.transports.rabbitmq.confirms import Outgoing
 from outbox.transports.rabbitmq.dead_letters.browsing import Browse
-from tests.seeds.observing import Recorder, eventually
+from tests.support.observing import Recorder, eventually
 
 from .amqp import Stranger, header, listed, nested, properties, stranger
 

@@ -12,9 +12,9 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from outbox import Listener, Message, Outbox, Reason
 from outbox.core.message import MOST_IDS, check_message_ids
-from tests.broker import VirtualHost
 from tests.conftest import MakeOutbox
-from tests.seeds.observing import Recorder, eventually
+from tests.support.broker import VirtualHost
+from tests.support.observing import Recorder, eventually
 
 from .amqp import header, properties, stranger
 

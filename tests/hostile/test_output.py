@@ -23,9 +23,9 @@ from outbox.core.events import CircuitOpened, Handled, Unroutable
 from outbox.core.printing import printable
 from outbox.observers.logging import LoggingObserver
 from outbox.transports.rabbitmq.topology import Names, Topology
-from tests.broker import VirtualHost
-from tests.walk.amqp import channel_to, declare_at
-from tests.walk.commands import SOON, Command, until
+from tests.support.amqp import channel_to, declare_at
+from tests.support.broker import VirtualHost
+from tests.support.commands import SOON, Command, until
 
 # What some program takes for the end of a line, or has no shape of its own.
 CHARACTERS = {

@@ -19,9 +19,9 @@ from outbox import ConfigurationError, Listener, Message, Outbox, SignatureInval
 from outbox.core.webhooks import Secrets, verify
 from outbox.inbound.http.app import HttpApp
 from outbox.transports.http import HttpTransport, check_url
-from tests.seeds.observing import eventually
-from tests.walk.sending import Message as Sent
-from tests.walk.sending import Sender, binary, head, serving, structured, webhook
+from tests.support.observing import eventually
+from tests.support.sending import Message as Sent
+from tests.support.sending import Sender, binary, head, serving, structured, webhook
 
 from .requests import AT_ONCE, FOREIGN_SECRET, GROUPS, SECRET, STRUCTURED, Hostile, forged, signing
 from .urls import INDEX_ERRORS, hostile_urls

@@ -20,7 +20,7 @@ from outbox.core.attempt import Reason, Released, RetryIn
 from outbox.core.binding import Binding
 from outbox.core.diagnosis import Level
 from outbox.core.store import Seal, Selection, Suspected, Wanted
-from tests.walk.commands import Command, until
+from tests.support.commands import Command, until
 
 # Each fits the arguments of one of our calls better than PostgreSQL's own function does.
 FUNCTIONS = {

@@ -33,8 +33,8 @@ from outbox.testing.servers.ladder import DOWNLOADS, Absent, from_debian
 from outbox.transports.http import HttpTransport
 from outbox.transports.rabbitmq.management import ManagementAway, see
 from outbox.transports.rabbitmq.options import RabbitmqOptions
-from tests.walk.commands import Command
-from tests.walk.sending import serving as serving_app
+from tests.support.commands import Command
+from tests.support.sending import serving as serving_app
 
 CANARY = "canary-7hX2"
 SIGNING = base64.b64encode(CANARY.ljust(32, "x").encode()).decode()

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 OLDEST_SQLITE = "3.35.2"
 THIS_PYTHON = "3.11"  # of the tests on servers and databases: one thing differs at a time
 
-CONTRACTS = ("tests/contract", "tests/walk", "tests/seeds")
+CONTRACTS = ("tests/contract", "tests/walk", "tests/compatibility")
 # Another Python or other dependencies can change what lies below the contracts, too.
-EVERY_PART = ("tests/contract", "tests/walk", "tests/seeds", "tests/unit", "tests/amqp", "tests/hostile")
+EVERY_PART = ("tests/contract", "tests/walk", "tests/compatibility", "tests/unit", "tests/amqp", "tests/hostile")
 
 
 @dataclass(frozen=True)

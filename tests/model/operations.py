@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 from outbox import Binding, Message, Outbox
 from outbox.core.attempt import Done, Outcome, Released
 from outbox.core.store import Claim, Selection, Store, Suspected, Wanted
+from tests.support.interrupting import interrupted
 
-from ..interrupting import interrupted
 from .model import LATER, Key, Model, Row, Transaction
 from .world import ALL, HOUR, Client, Open, Sight, World
 

@@ -8,7 +8,7 @@ import pytest
 
 from outbox.testing.servers import GivenServer, MariaDB, ServerFailed, ServerMissing, mariadb
 from outbox.testing.servers.ladder import from_debian, installed
-from tests.mariadb import arguments, statement
+from tests.support.mariadb import arguments, statement
 from tests.unit.test_servers import wait_until_empty
 
 

@@ -17,7 +17,7 @@ from outbox.testing.servers import GivenServer, ServerFailed, ServerMissing, rab
 from outbox.testing.servers.ladder import installed
 from outbox.testing.servers.private_server import descendants
 from outbox.testing.servers.rabbitmq_server import RabbitMQ
-from tests.broker import VirtualHost
+from tests.support.broker import VirtualHost
 from tests.unit.test_servers import LONG, wait_until_empty
 
 QUORUM = {"x-queue-type": "quorum"}

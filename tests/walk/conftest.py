@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from outbox import Listener, Message, Outbox
+from tests.support.commands import APPLICATION, Command
 
-from .commands import APPLICATION, Command
 from .shops import Shop
 from .strategies import Effects, Watch
 

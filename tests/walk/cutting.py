@@ -20,7 +20,7 @@ from outbox.adapters import store_class
 from outbox.core.attempt import Dead, Done, Reason
 from outbox.core.store import Claim, Selection, Store
 from outbox.stores.sqlite import prepare
-from tests.seeds.observing import eventually
+from tests.support.observing import eventually
 
 HOUR = timedelta(hours=1)
 LEASE = timedelta(minutes=10)  # ends in no test, so that a lease which is left behind is seen

@@ -7,7 +7,7 @@ from typing import Any
 import asyncmy
 import pymysql
 
-from tests.mariadb import arguments
+from tests.support.mariadb import arguments
 
 from .driving import Awaiting, Django, Threaded
 from .mysqlclient import mysqldb

@@ -10,7 +10,7 @@ from sqlalchemy import Column, Integer, MetaData, String, Table, insert, select
 from outbox import Outbox
 from outbox.core.attempt import Outcome
 from outbox.core.events import Handled
-from tests.seeds.observing import PATIENCE, Recorder
+from tests.support.observing import PATIENCE, Recorder
 
 
 class Watch(Recorder):

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from outbox import Listener, Message, Outbox
-from tests.seeds.observing import PATIENCE, let_leases_run_out
+from tests.support.observing import PATIENCE, let_leases_run_out
 
 ROOT = Path(__file__).parents[2]
 POISON = "poison"

@@ -20,7 +20,7 @@ from outbox.core.attempt import Done, Released, RetryIn
 from outbox.core.events import Handled, LeaseWasLost, Troubled
 from outbox.testing import drain
 from tests.conftest import MakeOutbox
-from tests.seeds.observing import PATIENCE, Recorder, Statements, eventually
+from tests.support.observing import PATIENCE, Recorder, Statements, eventually
 
 LONG_LEASE = timedelta(minutes=5)
 LIMIT = 3.0  # seconds that one call exceeds and the next ones do not, whatever holds the machine up

@@ -36,8 +36,8 @@ from outbox.core.store import (
 from outbox.core.transport import Transport
 from outbox.shutdown import Shutdown
 from tests.conftest import DATABASES
-from tests.interrupting import Interrupted, interrupted
-from tests.seeds.observing import PATIENCE
+from tests.support.interrupting import Interrupted, interrupted
+from tests.support.observing import PATIENCE
 
 from .cutting import HOUR, LEASE, Sight, Stage, attempt_ids, connections_taken
 

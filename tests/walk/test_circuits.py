@@ -19,7 +19,7 @@ from outbox.outbound.circuit import LOOK_EVERY, Breaker, Circuits
 from outbox.outbound.cleanup import Cleanup
 from outbox.outbound.publishing import Publisher
 from outbox.testing.clock import advance
-from tests.seeds.observing import PATIENCE, Recorder, Statements, eventually
+from tests.support.observing import PATIENCE, Recorder, Statements, eventually
 
 MakeOutbox = Callable[..., Outbox]
 Answer = Callable[[Sequence[Message]], Any]

@@ -25,8 +25,7 @@ from outbox.cli.status import Asking, Rates, Snapshot
 from outbox.core.attempt import Done
 from outbox.core.store import Selection
 from outbox.testing.servers import PostgreSQL
-
-from .commands import SOON, Command, all_dead, billing, broken, bury, in_state, line_of, until
+from tests.support.commands import SOON, Command, all_dead, billing, broken, bury, in_state, line_of, until
 
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 

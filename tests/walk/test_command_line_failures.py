@@ -18,8 +18,7 @@ from outbox import Outbox, Reject, listen
 from outbox.cli import app
 from outbox.cli.exits import ExitCode
 from outbox.testing.servers import PostgreSQL
-
-from .commands import APPLICATION, SOON, Command, all_dead, until
+from tests.support.commands import APPLICATION, SOON, Command, all_dead, until
 
 CANARY = "canary-7hX2"
 

@@ -13,8 +13,7 @@ import pytest
 
 from outbox import Outbox
 from outbox.cli.exits import ExitCode
-
-from .commands import SOON, Command, broken, in_state, line_of, until
+from tests.support.commands import SOON, Command, broken, in_state, line_of, until
 
 CANARY = "canary-7hX2"
 

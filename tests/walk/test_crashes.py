@@ -20,8 +20,8 @@ from sqlalchemy import make_url
 from outbox import Binding, Listener, Message, Outbox, listen
 from outbox.core.store import Selection, Wanted
 from outbox.inbound import concurrency
-from tests.chaos.proxy import Link, Proxy
-from tests.seeds.observing import PATIENCE, eventually, let_leases_run_out
+from tests.support.observing import PATIENCE, eventually, let_leases_run_out
+from tests.support.proxy import Link, Proxy
 
 ROOT = Path(__file__).parents[2]
 MakeOutbox = Callable[..., Outbox]

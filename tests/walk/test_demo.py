@@ -18,8 +18,7 @@ import pytest
 from outbox.cli.demo.director import invent_orders
 from outbox.cli.demo.ledger import Entry, Plan, balance
 from outbox.cli.exits import ExitCode
-
-from .commands import SOON, Command, Ran, line_of, until
+from tests.support.commands import SOON, Command, Ran, line_of, until
 
 CANARY = "canary-7hX2"
 LONGEST = 3 * 20.0  # seconds: three times what the demo may take where nothing else runs

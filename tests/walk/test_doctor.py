@@ -27,9 +27,8 @@ from outbox.stores.sql import SqlStore
 from outbox.stores.sqlite import examination as sqlite_examination
 from outbox.testing.servers import PostgreSQL
 from outbox.transports.memory import MemoryTransport
-from tests.seeds.observing import PATIENCE
-
-from .commands import Command, until
+from tests.support.commands import Command, until
+from tests.support.observing import PATIENCE
 
 MakeOutbox = Callable[..., Outbox]
 

@@ -35,8 +35,8 @@ from outbox.core.events import Emitted
 from outbox.core.prepared import prepare
 from outbox.core.store import Selection
 from tests.conftest import MakeOutbox
-from tests.databases import url_on
-from tests.seeds.observing import Recorder, arrival
+from tests.support.databases import url_on
+from tests.support.observing import Recorder, arrival
 
 from .drivers import DRIVERS
 from .driving import AsyncPsycopg, Django, Driving, Psycopg, Sqlite

@@ -18,7 +18,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from .commands import SOON, until
+from tests.support.commands import SOON, until
 
 FOLDER = Path(__file__).parents[2] / "examples" / "orders"
 ORDERS = 30

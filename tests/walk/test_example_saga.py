@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from .commands import SOON, line_of
+from tests.support.commands import SOON, line_of
 
 FOLDER = Path(__file__).parents[2] / "examples" / "saga"
 ORDERS = 60

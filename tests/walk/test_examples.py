@@ -18,7 +18,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
-from .commands import SOON, line_of, until
+from tests.support.commands import SOON, line_of, until
 
 FOLDER = Path(__file__).parents[2] / "examples" / "shipping"
 ORDERS = 60  # that each start of the service places

@@ -24,8 +24,8 @@ from outbox.stores.claiming import SqlClaim
 from outbox.transports.function import FunctionTransport
 from outbox.transports.http import HttpTransport
 from tests.conftest import MakeOutbox
-from tests.http_sink import HttpSink, by_type, hang
-from tests.seeds.observing import Recorder, eventually
+from tests.support.http_sink import HttpSink, by_type, hang
+from tests.support.observing import Recorder, eventually
 
 LEASE = timedelta(minutes=1)
 

@@ -17,8 +17,8 @@ from outbox.core.events import CircuitOpened, Relayed
 from outbox.core.webhooks import Secrets, verify
 from outbox.transports.http import HttpTransport
 from tests.conftest import MakeOutbox
-from tests.http_sink import HttpSink, by_type, hang, redirect, reset, status
-from tests.seeds.observing import Recorder, eventually
+from tests.support.http_sink import HttpSink, by_type, hang, redirect, reset, status
+from tests.support.observing import Recorder, eventually
 
 SECRET = "whsec_" + "A" * 32
 

@@ -22,10 +22,8 @@ from outbox.core.events import Advised, Received, RequestDeclined, Troubled
 from outbox.inbound.http.app import HttpApp
 from outbox.testing.draining import drain
 from outbox.transports.memory import MemoryTransport
-from tests.seeds.observing import Recorder, arrival, eventually
-
-from .certificates import make_certificates
-from .sending import (
+from tests.support.observing import Recorder, arrival, eventually
+from tests.support.sending import (
     BATCHED,
     STRUCTURED,
     Answered,
@@ -40,6 +38,8 @@ from .sending import (
     structured,
     webhook,
 )
+
+from .certificates import make_certificates
 
 MakeOutbox = Callable[..., Outbox]
 Arrivals = asyncio.Queue[tuple[Any, Message]]

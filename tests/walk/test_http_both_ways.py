@@ -15,9 +15,8 @@ from outbox import Listener, Message, Outbox, Reason
 from outbox.core.attempt import Dead, Done
 from outbox.core.events import Received, Relayed
 from outbox.transports.http import HttpTransport
-from tests.seeds.observing import Recorder, arrival, eventually
-
-from .sending import Sender, serving
+from tests.support.observing import Recorder, arrival, eventually
+from tests.support.sending import Sender, serving
 
 pytestmark = pytest.mark.parametrize("database_url", ["sqlite", "postgresql+asyncpg"], indirect=True)
 

@@ -21,10 +21,10 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Mount, Route
 
 from outbox import Listener, Message, Outbox
-from tests.seeds.observing import arrival
+from tests.support.observing import arrival
+from tests.support.sending import head, serving, structured, webhook
 
 from . import driving  # noqa: F401 - sets Django up
-from .sending import head, serving, structured, webhook
 
 pytestmark = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 

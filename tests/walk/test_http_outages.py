@@ -16,8 +16,8 @@ from outbox.core.store import CircuitState
 from outbox.outbound import circuit
 from outbox.transports.http import HttpTransport
 from tests.conftest import MakeOutbox
-from tests.http_sink import HttpSink, by_type, hang, reset, status
-from tests.seeds.observing import Recorder, eventually
+from tests.support.http_sink import HttpSink, by_type, hang, reset, status
+from tests.support.observing import Recorder, eventually
 
 
 @pytest.fixture

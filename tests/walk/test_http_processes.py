@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from outbox import Outbox
-from tests.seeds.observing import eventually
+from tests.support.observing import eventually
+from tests.support.sending import Sender, structured
 
-from .sending import Sender, structured
 from .shops import SOON, Shop, effects, emptied
 
 pytestmark = pytest.mark.parametrize("database_url", ["sqlite", "postgresql+asyncpg"], indirect=True)

@@ -13,10 +13,9 @@ from standardwebhooks import Webhook
 from outbox import Listener, Message, Outbox
 from outbox.core.cloudevents import binary as write
 from outbox.core.events import Received
-from tests.seeds.observing import Recorder, arrival
-
-from .sending import BATCHED, STRUCTURED, attributes, batched, binary, serving, signed, structured, webhook
-from .sending import Message as Sent
+from tests.support.observing import Recorder, arrival
+from tests.support.sending import BATCHED, STRUCTURED, attributes, batched, binary, serving, signed, structured, webhook
+from tests.support.sending import Message as Sent
 
 MakeOutbox = Callable[..., Outbox]
 Arrivals = asyncio.Queue[tuple[Any, Message]]

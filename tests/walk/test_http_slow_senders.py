@@ -17,9 +17,8 @@ from outbox.inbound.http import bodies
 from outbox.inbound.http.app import HttpApp
 from outbox.inbound.http.bodies import Bodies
 from outbox.inbound.http.response import Declined
-from tests.seeds.observing import Recorder, eventually
-
-from .sending import STRUCTURED, Answered, Sender, answer, head, serving, signed, structured
+from tests.support.observing import Recorder, eventually
+from tests.support.sending import STRUCTURED, Answered, Sender, answer, head, serving, signed, structured
 
 one_database = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 

@@ -17,7 +17,7 @@ from outbox.core.transport import Defaults, Published
 from outbox.core.webhooks import Secrets, verify
 from outbox.transports import http
 from outbox.transports.http import HttpTransport, client
-from tests.http_sink import (
+from tests.support.http_sink import (
     Behaviour,
     Connection,
     HttpSink,

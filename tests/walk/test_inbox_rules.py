@@ -17,9 +17,9 @@ from outbox.core.attempt import Dead, Done, Released
 from outbox.core.events import CleanedUp, Handled
 from outbox.outbound import cleanup
 from outbox.outbound.cleanup import Cleanup
-from tests.chaos.proxy import Link, Proxy
 from tests.conftest import MakeOutbox
-from tests.seeds.observing import Recorder, eventually
+from tests.support.observing import Recorder, eventually
+from tests.support.proxy import Link, Proxy
 
 COPIES = 10
 MONTH = timedelta(days=30)

@@ -13,7 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from outbox import Message, Outbox, listen
 from outbox.core.events import Handled, LeaseWasLost
-from tests.seeds.observing import PATIENCE
+from tests.support.observing import PATIENCE
 
 from .strategies import Effects, Watch, emit, reached
 

@@ -17,8 +17,8 @@ from sqlalchemy.orm import Session, registry, scoped_session, sessionmaker
 from outbox import ConfigurationError, Listener, Outbox, Reason, TransactionError, listen
 from outbox.core.attempt import Dead, Done, RetryIn
 from outbox.core.events import Handled, Troubled
-from tests.broker import VirtualHost
-from tests.seeds.observing import Statements, eventually
+from tests.support.broker import VirtualHost
+from tests.support.observing import Statements, eventually
 
 from .strategies import Effects, Watch, emit
 

@@ -24,9 +24,9 @@ from outbox.core.listener_options import FailedAttempt
 from outbox.inbound import reruns
 from outbox.testing.servers import PgBouncer
 from outbox.testing.servers.postgresql_server import PostgreSQL
-from tests.broker import VirtualHost
 from tests.conftest import MakeOutbox
-from tests.seeds.observing import eventually
+from tests.support.broker import VirtualHost
+from tests.support.observing import eventually
 
 from .strategies import Effects, Watch, emit
 

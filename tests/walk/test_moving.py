@@ -21,12 +21,11 @@ from outbox.core.binding import Binding
 from outbox.core.errors import TransportMismatch
 from outbox.core.store import Backlog
 from outbox.shutdown import Shutdown
-from tests.broker import VirtualHost
 from tests.conftest import MakeOutbox
-from tests.seeds.observing import eventually
-
-from .amqp import channel_to
-from .commands import Command, line_of
+from tests.support.amqp import channel_to
+from tests.support.broker import VirtualHost
+from tests.support.commands import Command, line_of
+from tests.support.observing import eventually
 
 two_databases = pytest.mark.parametrize("database_url", ["sqlite", "postgresql+asyncpg"], indirect=True)
 

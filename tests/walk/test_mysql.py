@@ -21,8 +21,7 @@ from outbox.core.message import NOW, Schedule
 from outbox.core.store import Selection
 from outbox.stores.mysql.runner import MysqlRunner
 from outbox.testing.store.cases import LEASE, claimed, emit, message, queued
-
-from .commands import SOON, Command, until
+from tests.support.commands import SOON, Command, until
 
 MakeOutbox = Callable[..., Outbox]
 AT_ONCE = 8.0  # seconds: less than a statement of ours waits for a lock

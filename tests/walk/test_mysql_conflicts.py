@@ -18,8 +18,8 @@ from outbox import Listener, Outbox, Reason, Reject, TransactionError, listen
 from outbox.core.attempt import Done
 from outbox.core.events import Conflicted, Handled
 from outbox.testing.servers import MariaDB
-from tests.mariadb import arguments, statement
-from tests.seeds.observing import eventually
+from tests.support.mariadb import arguments, statement
+from tests.support.observing import eventually
 
 from .strategies import Effects, Watch, emit, reached
 

@@ -14,8 +14,8 @@ from sqlalchemy.orm import Session
 
 from outbox import Outbox, TransactionError, listen
 from tests.conftest import MakeOutbox
-from tests.databases import url_on
-from tests.seeds.observing import eventually
+from tests.support.databases import url_on
+from tests.support.observing import eventually
 
 from .strategies import Effects, emit
 

@@ -18,9 +18,9 @@ from outbox.core.attempt import Done, Released
 from outbox.core.events import Handled, Recovered, Troubled
 from outbox.testing.servers import MariaDB
 from tests.conftest import MakeOutbox
-from tests.databases import url_on
-from tests.mariadb import arguments, statement
-from tests.seeds.observing import eventually
+from tests.support.databases import url_on
+from tests.support.mariadb import arguments, statement
+from tests.support.observing import eventually
 
 from .strategies import Effects, Watch, emit, reached
 

@@ -25,9 +25,9 @@ from outbox.core.store import Selection
 from outbox.doctor import examine
 from outbox.testing.servers import MariaDB
 from tests.conftest import MakeOutbox
-from tests.databases import url_on
-from tests.mariadb import statement
-from tests.seeds.observing import arrival, eventually
+from tests.support.databases import url_on
+from tests.support.mariadb import statement
+from tests.support.observing import arrival, eventually
 
 from .strategies import Watch, emit
 

@@ -16,7 +16,7 @@ from sqlalchemy.orm import Session
 from outbox import ConfigurationError, FailedAttempt, Message, Outbox, Reject, listen
 from outbox.core.attempt import Dead, Done, Reason, RetryIn
 from outbox.core.events import Conflicted, Handled, LeaseWasLost, Troubled
-from tests.seeds.observing import PATIENCE
+from tests.support.observing import PATIENCE
 
 from .strategies import Effects, Watch, emit, reached
 

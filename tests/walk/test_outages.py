@@ -12,7 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from outbox import Listener, Outbox
 from outbox.core.events import Handled, Recovered, Troubled
 from outbox.testing.servers import PostgreSQL
-from tests.seeds.observing import Recorder, eventually
+from tests.support.observing import Recorder, eventually
 
 
 @pytest.fixture

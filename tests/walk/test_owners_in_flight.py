@@ -23,11 +23,11 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from outbox import Listener, Message, Outbox
 from outbox.core.events import Handled
 from outbox.transports.http import HttpTransport
-from tests.seeds.observing import PATIENCE, Recorder, eventually
+from tests.support.observing import PATIENCE, Recorder, eventually
+from tests.support.sending import serving as serving_application
 
 from .profiling import PACKAGE, passes
 from .roads import Road, Step, owners, roads
-from .sending import serving as serving_application
 from .strategies import Effects, emit, reached
 
 MakeOutbox = Callable[..., Outbox]

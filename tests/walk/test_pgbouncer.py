@@ -20,8 +20,8 @@ from sqlalchemy.orm import Session
 from outbox import ConfigurationError, Message, Outbox, Reject, listen
 from outbox.stores.postgresql.connection import UNPREPARED
 from outbox.testing.servers import PgBouncer
+from tests.support.commands import Command, until
 
-from .commands import Command, until
 from .shops import Shop, effects, emptied, no_surprises
 
 MakeOutbox = Callable[..., Outbox]

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from outbox import Outbox
-from tests.seeds.observing import let_leases_run_out
+from tests.support.observing import let_leases_run_out
 
 from .shops import SOON, Shop, effects, emptied, no_surprises
 

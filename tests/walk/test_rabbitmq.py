@@ -27,7 +27,7 @@ from outbox.observers.logging import LoggingObserver
 from outbox.testing.servers import RabbitMQ
 from outbox.transports.rabbitmq import RabbitmqTransport
 from tests.conftest import MakeOutbox
-from tests.seeds.observing import PATIENCE, Recorder, arrival, eventually
+from tests.support.observing import PATIENCE, Recorder, arrival, eventually
 
 ROOT = Path(__file__).parents[2]
 LARGEST_MESSAGE = 500_000  # bytes that the broker takes; a frame has 131 072

@@ -31,10 +31,9 @@ from outbox.transports.rabbitmq.dead_letters import RENEWED_AFTER
 from outbox.transports.rabbitmq.frames import FrameConnection
 from outbox.transports.rabbitmq.management import management_url_of
 from outbox.transports.rabbitmq.topology import LONGEST_DELAY, Names
-from tests.broker import VirtualHost
-
-from .amqp import channel_to, has_rejected
-from .commands import Command, until
+from tests.support.amqp import channel_to, has_rejected
+from tests.support.broker import VirtualHost
+from tests.support.commands import Command, until
 
 LIMIT = RENEWED_AFTER + 2
 

@@ -13,10 +13,9 @@ from outbox import ConfigurationError, Listener, RetryPolicy
 from outbox.transports.rabbitmq.declaring import Declared, declare_for
 from outbox.transports.rabbitmq.mismatch import Mismatch
 from outbox.transports.rabbitmq.topology import Names, Queue, Topology
-from tests.broker import VirtualHost
-
-from .amqp import OFFERED_BEFORE, arrival, channel_to, connected, declare_at, has_rejected, taken
-from .commands import until
+from tests.support.amqp import OFFERED_BEFORE, arrival, channel_to, connected, declare_at, has_rejected, taken
+from tests.support.broker import VirtualHost
+from tests.support.commands import until
 
 NAMES = Names()
 DELAYS = (timedelta(milliseconds=100), timedelta(seconds=10))

@@ -26,10 +26,9 @@ from outbox.transports.rabbitmq import dead_letters as rabbitmq_dead_letters
 from outbox.transports.rabbitmq.envelope import CREATED_AT
 from outbox.transports.rabbitmq.management import management_url_of
 from outbox.transports.rabbitmq.topology import Names, Topology
-from tests.broker import VirtualHost
-
-from .amqp import channel_to, declare_at, has_rejected
-from .commands import Command, until
+from tests.support.amqp import channel_to, declare_at, has_rejected
+from tests.support.broker import VirtualHost
+from tests.support.commands import Command, until
 
 SHOP = """
 from outbox import Listener

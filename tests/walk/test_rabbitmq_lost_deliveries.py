@@ -12,10 +12,10 @@ import pytest
 
 from outbox import Listener, Outbox
 from outbox.core.events import Handled, Troubled, Unsettled
-from tests.broker import VirtualHost
-from tests.chaos.proxy import Link, Proxy
 from tests.conftest import MakeOutbox
-from tests.seeds.observing import PATIENCE, Recorder, eventually
+from tests.support.broker import VirtualHost
+from tests.support.observing import PATIENCE, Recorder, eventually
+from tests.support.proxy import Link, Proxy
 
 CUTS = 22  # RabbitMQ 4 dead-letters a message after 21, where nobody has told it otherwise
 CONSUMER_TIMEOUT = 3.0  # seconds

@@ -18,11 +18,10 @@ from outbox.core.attempt import Done, RetryIn
 from outbox.transports.rabbitmq import RabbitmqTransport
 from outbox.transports.rabbitmq.provisioning import permissions
 from outbox.transports.rabbitmq.topology import Names, Topology
-from tests.broker import VirtualHost
-from tests.seeds.observing import PATIENCE
-
-from .amqp import OFFERED_BEFORE, arrival, channel_to, taken
-from .commands import Command, until
+from tests.support.amqp import OFFERED_BEFORE, arrival, channel_to, taken
+from tests.support.broker import VirtualHost
+from tests.support.commands import Command, until
+from tests.support.observing import PATIENCE
 
 MakeOutbox = Callable[..., Outbox]
 

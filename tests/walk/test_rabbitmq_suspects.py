@@ -22,8 +22,8 @@ from outbox.transports.rabbitmq import RabbitmqTransport
 from outbox.transports.rabbitmq.delivery import RabbitmqDelivery
 from outbox.transports.rabbitmq.provisioning import permissions
 from outbox.transports.rabbitmq.topology import Names, Topology
-from tests.broker import VirtualHost
-from tests.seeds.observing import PATIENCE, eventually
+from tests.support.broker import VirtualHost
+from tests.support.observing import PATIENCE, eventually
 
 ROOT = Path(__file__).parents[2]
 MESSAGES, IN_HAND, FRESH = 300, 200, 50

@@ -19,7 +19,7 @@ from outbox.testing.servers import RabbitMQ
 from outbox.transports.rabbitmq import RabbitmqTransport
 from outbox.transports.rabbitmq.management import ManagementAway, see
 from tests.conftest import MakeOutbox
-from tests.seeds.observing import arrival
+from tests.support.observing import arrival
 
 from .certificates import make_certificates
 

@@ -20,10 +20,10 @@ from outbox.testing.servers import RabbitMQ, Server
 from outbox.transports.rabbitmq.declaring import declare_for
 from outbox.transports.rabbitmq.provisioning import permissions, terraform
 from outbox.transports.rabbitmq.topology import STEPS, Names, Topology
-from tests.broker import VirtualHost
+from tests.support.amqp import OFFERED_BEFORE, arrival, channel_to, connected, declare_at
+from tests.support.broker import VirtualHost
+from tests.support.commands import Command
 
-from .amqp import OFFERED_BEFORE, arrival, channel_to, connected, declare_at
-from .commands import Command
 from .terraform import resources
 
 SHOP = """

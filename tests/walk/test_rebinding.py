@@ -17,10 +17,10 @@ from outbox.core.events import Advised, Unbound
 from outbox.testing.servers import RabbitMQ
 from outbox.transports.rabbitmq import RabbitmqTransport
 from outbox.transports.rabbitmq.management import management_url_of
-from tests.broker import VirtualHost
 from tests.conftest import MakeOutbox
+from tests.support.broker import VirtualHost
+from tests.support.commands import Command, until
 
-from .commands import Command, until
 from .strategies import Watch
 
 pytestmark = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)

@@ -29,7 +29,7 @@ from outbox import (
 from outbox.core.attempt import Reason
 from outbox.core.binding import Binding
 from outbox.core.events import Received
-from tests.seeds.observing import Recorder, arrival
+from tests.support.observing import Recorder, arrival
 
 MakeOutbox = Callable[..., Outbox]
 Arrivals = asyncio.Queue[Any]

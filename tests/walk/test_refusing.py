@@ -15,8 +15,8 @@ from outbox.core.transport import Published, Refusal
 from outbox.outbound import circuit
 from outbox.outbound.circuit import REFUSALS, REFUSED_FOR
 from tests.conftest import MakeOutbox
-from tests.http_sink import HttpSink, status
-from tests.seeds.observing import Recorder, eventually
+from tests.support.http_sink import HttpSink, status
+from tests.support.observing import Recorder, eventually
 from tests.walk.test_circuits import BATCH, Process, Sink, emit, no, nothing, state, yes
 
 NOT_FOUND = Refusal("it answered 404 Not Found", permanent=True, unspecific=True)

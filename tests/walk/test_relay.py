@@ -16,7 +16,7 @@ from outbox.core.events import Handled, Troubled
 from outbox.core.transport import Features, Published, Refusal, Report, Transport, unreported
 from outbox.outbound import publishing
 from outbox.transports.memory import MemoryTransport
-from tests.seeds.observing import Recorder, eventually
+from tests.support.observing import Recorder, eventually
 from tests.walk.test_worker import PATIENCE
 
 MakeOutbox = Callable[..., Outbox]

@@ -22,11 +22,11 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from outbox import Listener, Outbox
 from outbox.core.events import Event, Handled, Relayed
 from outbox.transports.http import HttpTransport
-from tests.seeds.observing import PATIENCE
+from tests.support.observing import PATIENCE
+from tests.support.sending import serving
 
 from .profiling import PACKAGE, Profiler, Walk
 from .roads import Road, Step, counts, roads
-from .sending import serving
 
 MOST_STEPS = 20
 WARM_UP, ENOUGH, MOST = 8, 5, 25  # messages: to begin with, that met no poll on their way, and to try for that

@@ -19,9 +19,9 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from outbox import Listener, Message, Outbox, Reject, TablesMissing, listen
 from outbox.cli.exits import ExitCode
 from outbox.core.events import CircuitClosed, CircuitOpened
-from tests.seeds.observing import Recorder
+from tests.support.commands import Command, all_dead, until
+from tests.support.observing import Recorder
 
-from .commands import Command, all_dead, until
 from .test_circuits import Sink, nothing, yes
 
 MakeOutbox = Callable[..., Outbox]

@@ -20,8 +20,8 @@ from outbox.doctor import examine
 from outbox.outbound import circuit
 from outbox.outbound.publishing import Publisher
 from outbox.testing import drain
-from tests.seeds.observing import PATIENCE, Recorder, eventually
-from tests.walk.commands import Command
+from tests.support.commands import Command
+from tests.support.observing import PATIENCE, Recorder, eventually
 from tests.walk.test_circuits import Sink, nothing, yes
 
 MakeOutbox = Callable[..., Outbox]

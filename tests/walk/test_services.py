@@ -21,8 +21,8 @@ from outbox.doctor import examine
 from outbox.owners import service_of
 from outbox.transports.http import HttpTransport
 from tests.conftest import MakeOutbox
+from tests.support.commands import Command
 
-from .commands import Command
 from .strategies import Effects, Watch, emit
 
 ORDERS = 10

@@ -13,7 +13,7 @@ from outbox import Message, Outbox, listen
 from outbox.core.errors import DatabaseSilent
 from outbox.core.events import Troubled
 from outbox.stores import selecting
-from tests.seeds.observing import Recorder, eventually
+from tests.support.observing import Recorder, eventually
 
 KIB = 1024
 BODY = b"x" * 100 * KIB

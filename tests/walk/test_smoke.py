@@ -4,8 +4,7 @@ import asyncio
 from typing import Any
 
 from outbox import Message, Outbox, Reject, listen
-
-from .commands import SOON, until
+from tests.support.commands import SOON, until
 
 
 async def test_a_message_walks_from_emit_to_its_listeners(outbox: Outbox) -> None:

@@ -15,7 +15,7 @@ from outbox import Binding, DatabaseReplaced, Listener, Outbox
 from outbox.core.events import Failed, LeaseWasLost
 from outbox.core.store import Selection
 from tests.conftest import MakeOutbox
-from tests.seeds.observing import PATIENCE, Recorder, let_leases_run_out
+from tests.support.observing import PATIENCE, Recorder, let_leases_run_out
 
 pytestmark = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 

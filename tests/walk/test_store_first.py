@@ -20,9 +20,8 @@ from outbox.core.transport import Delivery, Features
 from outbox.shutdown import Shutdown
 from outbox.testing.draining import drain
 from outbox.transports.memory import MemoryDelivery, MemoryTransport
-from tests.seeds.observing import Recorder, arrival, eventually, let_leases_run_out
-
-from .commands import Command
+from tests.support.commands import Command
+from tests.support.observing import Recorder, arrival, eventually, let_leases_run_out
 
 MakeOutbox = Callable[..., Outbox]
 Arrivals = asyncio.Queue[Any]

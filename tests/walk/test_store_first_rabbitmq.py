@@ -14,13 +14,12 @@ import pytest
 from outbox import Listener, Message, Outbox
 from outbox.core.attempt import Reason
 from outbox.core.events import Received, Relayed
-from tests.broker import VirtualHost
 from tests.conftest import MakeOutbox
-from tests.seeds.observing import Recorder, arrival, eventually, let_leases_run_out
+from tests.support.amqp import channel_to
+from tests.support.broker import VirtualHost
+from tests.support.commands import Command
+from tests.support.observing import Recorder, arrival, eventually, let_leases_run_out
 from tests.walk.shops import SOON, Shop, effects, emptied
-
-from .amqp import channel_to
-from .commands import Command
 
 two_databases = pytest.mark.parametrize("database_url", ["sqlite", "postgresql+asyncpg"], indirect=True)
 one_database = pytest.mark.parametrize("database_url", ["postgresql+asyncpg"], indirect=True)

@@ -17,7 +17,7 @@ from outbox import NEVER, ConfigurationError, Message, Outbox, listen
 from outbox.core.attempt import Dead, Done, RetryIn
 from outbox.core.events import Conflicted, Handled
 from outbox.inbound import reruns
-from tests.seeds.observing import PATIENCE
+from tests.support.observing import PATIENCE
 
 from .strategies import Effects, Watch, emit, reached
 

@@ -21,7 +21,7 @@ from sqlalchemy.orm import Session
 from outbox import Outbox, listen
 from outbox.stores.postgresql import PostgresqlStore
 from outbox.stores.postgresql.notifying_thread import thread
-from tests.seeds.observing import PATIENCE, Statements, arrival, eventually
+from tests.support.observing import PATIENCE, Statements, arrival, eventually
 
 ROOT = Path(__file__).parents[2]
 SOON = 15.0  # seconds: far more than a wake-up takes

@@ -22,8 +22,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 import outbox as outbox_package
 from outbox import Difference, Outbox
 from outbox.cli.exits import ExitCode
-
-from .commands import Command
+from tests.support.commands import Command
 
 MakeOutbox = Callable[..., Outbox]
 

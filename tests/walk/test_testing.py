@@ -35,10 +35,10 @@ from outbox.core.transport import Features
 from outbox.sqlite import prepare
 from outbox.testing import Drained, Emission, NotDrained, advance, drain, emitted, emitted_sync
 from outbox.transports.memory import MemoryTransport
+from tests.support.databases import url_on
+from tests.support.observing import Recorder
 
 from ..conftest import DATABASES
-from ..databases import url_on
-from ..seeds.observing import Recorder
 
 MakeOutbox = Callable[..., Outbox]
 

@@ -30,7 +30,7 @@ from outbox.adapters import sync_url
 from outbox.core.events import Handled, HookFailed, Received
 from outbox.sqlite import prepare
 from tests.conftest import MakeOutbox
-from tests.seeds.observing import Recorder
+from tests.support.observing import Recorder
 
 on_postgresql = pytest.mark.parametrize("database_url", ["postgresql+asyncpg"], indirect=True)
 on_sqlite = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)

@@ -22,10 +22,10 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from outbox import NEVER, Binding, Listener, Message, Outbox, Reason
 from outbox.core.events import Handled, Relayed
 from outbox.transports.http import HttpTransport
-from tests.broker import VirtualHost
 from tests.conftest import DATABASES
-from tests.http_sink import HttpSink
-from tests.seeds.observing import Recorder, eventually
+from tests.support.broker import VirtualHost
+from tests.support.http_sink import HttpSink
+from tests.support.observing import Recorder, eventually
 
 from .strategies import Effects
 

@@ -27,7 +27,7 @@ from outbox.core.attempt import Dead, Done, Outcome, Reason, RetryIn
 from outbox.core.store import Claim
 from outbox.testing import advance
 from outbox.testing.servers import PostgreSQL, RabbitMQ
-from tests.broker import VirtualHost
+from tests.support.broker import VirtualHost
 
 FOLDER = Path(__file__).parent
 HOUR = timedelta(hours=1)

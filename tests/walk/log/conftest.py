@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy import text
 
 from outbox import Message, Outbox
-from tests.seeds.observing import Recorder
+from tests.support.observing import Recorder
 
 
 class Place:

@@ -18,7 +18,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from outbox import Outbox
 from outbox.testing.servers import PostgreSQL
-from tests.seeds.observing import Recorder
+from tests.support.observing import Recorder
 
 from .conftest import Place
 

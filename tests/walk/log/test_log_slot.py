@@ -17,7 +17,7 @@ from outbox.cli.exits import ExitCode
 from outbox.core.errors import FeedMismatch, LogUnreadable
 from outbox.core.events import Advised, SlotInUse, SlotTaken, Troubled
 from outbox.stores.postgresql.wal.connection import ReplicationConnection
-from tests.walk.commands import SOON, Command, line_of
+from tests.support.commands import SOON, Command, line_of
 
 from .conftest import Place
 

@@ -8,8 +8,8 @@ from typing import Any
 from outbox import Listener, Outbox
 from outbox.core.cloudevents import parse
 from outbox.core.events import CircuitOpened
-from tests.broker import VirtualHost
-from tests.http_sink import HttpSink, by_type, hang, status
+from tests.support.broker import VirtualHost
+from tests.support.http_sink import HttpSink, by_type, hang, status
 
 MANY = 3000
 

@@ -1,0 +1,1 @@
+"""What edda's outbox documents."""

@@ -1,0 +1,1 @@
+"""What faststream-outbox documents."""

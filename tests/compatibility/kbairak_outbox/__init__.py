@@ -1,0 +1,1 @@
+"""What kbairak's outbox documents, delayed retries included."""

@@ -1,0 +1,1 @@
+"""What pg-transactional-outbox documents."""
