@@ -12,12 +12,14 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
 from outbox.core.binding import Binding
+from outbox.core.callers_line import CallersLine
 from outbox.core.dead_letter import DeadLetters
 from outbox.core.durations import Seconds
 from outbox.core.forks import forget_after_fork
 from outbox.core.listener import Listener, check_listeners
 from outbox.core.log import LogAdministration
 from outbox.core.message import get_tracking_ids, tracking
+from outbox.core.states import in_state
 from outbox.core.store import Backlog, Difference, Store, StoredMessage
 from outbox.core.transport import Transport
 from outbox.core.webhooks import AnySecrets
@@ -253,8 +255,15 @@ class Outbox(Receiving):
     async def messages(
         self, *, state: str | None = None, queue: str | None = None, limit: int = 100, after: int = 0
     ) -> list[StoredMessage]:
-        """Stored messages, dead letters left out."""
-        return await self.store.inspection.list_messages(state=state, queue=queue, limit=limit, after=after)
+        """Stored messages, dead letters left out.
+
+        The state is `waiting`, `unroutable`, `queued`, `retrying`, `sent` or `handled`.
+        """
+        inspection = self.store.inspection
+        found, deprecated = await in_state(inspection, state, queue=queue, limit=limit, after=after)
+        if deprecated is not None:
+            CallersLine.here().warn(deprecated, DeprecationWarning)
+        return found
 
     async def find(self, message_id: str) -> list[StoredMessage]:
         """Every place where a message is now, with its walk so far."""

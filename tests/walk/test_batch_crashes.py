@@ -76,7 +76,7 @@ async def test_on_the_database(database_url: str, table_name: str) -> None:
 
     async def all_done() -> bool:
         backlog = await outbox.backlog()
-        return not any(queue.delivered + queue.retrying for queue in backlog.queues)
+        return not any(queue.queued + queue.retrying for queue in backlog.queues)
 
     while not await all_done():
         await let_leases_run_out(outbox)

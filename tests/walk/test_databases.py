@@ -315,7 +315,7 @@ async def _left(outbox: Outbox) -> int:
         backlog = await outbox.backlog()
     except DBAPIError:
         return 1
-    return backlog.waiting + sum(queue.delivered + queue.retrying for queue in backlog.queues)
+    return backlog.waiting + sum(queue.queued + queue.retrying for queue in backlog.queues)
 
 
 # SQLite.

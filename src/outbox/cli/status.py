@@ -225,6 +225,7 @@ def _parts(found: Status) -> list[RenderableType]:
                 ("leased", words.UNKNOWN if backlog.leased is None else backlog.leased),
                 ("unroutable", f"{backlog.unroutable}, no queue is bound to them" if backlog.unroutable else 0),
                 ("sent", f"{backlog.sent}, kept by clean_up_after" if backlog.sent else 0),
+                ("handled", f"{backlog.handled}, kept by clean_up_after" if backlog.handled else 0),
                 ("dead", _dead(backlog)),
                 ("rows", _rates(found.rates)),
                 *_transport(found.look.condition),

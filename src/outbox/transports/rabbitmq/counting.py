@@ -75,7 +75,7 @@ async def queue_backlogs(
                 queue=queue.removeprefix(names.queue_prefix),
                 transport=NAME,
                 binding_keys=seen.binding_keys(names, queue) if seen is not None else None,
-                delivered=counts.messages,
+                queued=counts.messages,
                 retrying=None,  # retries of all queues wait behind the same delays
                 leased=counts.unacknowledged,
                 dead=0 if dead is None else dead.messages,
@@ -98,7 +98,7 @@ def untold(names: Names, queues: Iterable[str]) -> list[QueueBacklog]:
             queue=queue.removeprefix(names.queue_prefix),
             transport=NAME,
             binding_keys=None,
-            delivered=None,
+            queued=None,
             retrying=None,
             leased=None,
             dead=None,

@@ -266,7 +266,7 @@ def _consumers(comparison: _Comparison) -> Iterator[Finding]:
 
 def _recorded_consumers(names: Names, queues: Sequence[QueueBacklog]) -> Iterator[Finding]:
     known = [each for each in queues if each.consumers is not None]
-    idle = {names.queue(each.queue): Counts(each.delivered, 0) for each in known if each.consumers == 0}
+    idle = {names.queue(each.queue): Counts(each.queued, 0) for each in known if each.consumers == 0}
     yield from _idle(idle, len(known))
 
 
