@@ -27,7 +27,7 @@ from outbox.core.transaction_state import NOT_ATOMIC, tied
 from outbox.core.urls import check_uri_reference
 from outbox.outbound.after_commit import after_commit, committing, guard
 from outbox.outbound.drivers import DRIVERS
-from outbox.outbound.sessions import AnySession, CallersTransaction, PlainSession
+from outbox.outbound.sessions import AnySession, CallersTransaction, PlainSession, WrittenMessages
 
 Result = TypeVar("Result")
 
@@ -51,8 +51,7 @@ class SqlalchemyTransaction(CallersTransaction):
             return False
         transaction = connection.get_transaction()
         if transaction is not None:
-            emitted = WrittenMessages(store, tuple(message.id for message in messages), schedule)
-            _written.setdefault(transaction, []).append(emitted)
+            _written.setdefault(transaction, []).append(WrittenMessages.of(store, messages, schedule))
         waiting.actions.append(partial(store.queues.announce, None))
         return True
 
@@ -84,16 +83,6 @@ class SqlalchemyTransaction(CallersTransaction):
 
 
 # For tests: what a transaction that is still open has emitted.
-
-
-@dataclass(frozen=True, slots=True)
-class WrittenMessages:
-    """One emit. Only the ids are held, because a transaction may emit more than fits in memory."""
-
-    store: Store
-    message_ids: tuple[str, ...]
-    schedule: Schedule
-
 
 _written: WeakKeyDictionary[Transaction, list[WrittenMessages]] = WeakKeyDictionary()
 
