@@ -19,8 +19,8 @@ from .pages import ROOT, Page, all_pages
 
 VAGUE = re.compile(r"\b(nobody|somebody|whoever|himself)\b", re.IGNORECASE)
 
-# Notes on why it is so, and on what changed: only their titles are for everyone.
-ELSEWHERE = ("docs/decisions/", "CHANGELOG.md")
+# What changed is said in the words of its time.
+ELSEWHERE = ("CHANGELOG.md",)
 
 SOURCES = [
     path
