@@ -186,7 +186,7 @@ async def slot_status(outbox: Outbox) -> SlotStatus | None:
 
 @asynccontextmanager
 async def _watched(outbox: Outbox) -> AsyncIterator[Asking]:
-    """How to ask for the condition of the transport; None is the answer where nobody can tell."""
+    """How to ask for the condition of the transport; None is the answer where it is not known."""
 
     async def asked() -> Condition | None:
         return None if trouble is None else Condition(transport.name, await trouble())

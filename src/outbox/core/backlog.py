@@ -46,7 +46,7 @@ class CircuitState(StrEnum):
     """How a destination is."""
 
     CLOSED = "closed"  # it answers
-    OPEN = "open"  # it does not: nobody asks it for a while
+    OPEN = "open"  # it does not answer: no relay asks it for a while
     PROBING = "probing"  # one relay asks it with one message
 
 

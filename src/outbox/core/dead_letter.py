@@ -1,4 +1,4 @@
-"""DeadLetter: a message nobody will try again, with the reason, until it is replayed or discarded."""
+"""DeadLetter: a message that is no longer tried, with the reason, until it is replayed or discarded."""
 
 from __future__ import annotations
 

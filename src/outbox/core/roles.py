@@ -80,7 +80,7 @@ class CallerTransactions(Protocol):
     def is_conflict(self, error: BaseException) -> bool:
         """Whether the database could not fit a transaction between others: run again, it may well succeed.
 
-        A serialization failure, a deadlock, a lock that somebody holds; of the error or of what it was raised from.
+        A serialization failure, a deadlock, a lock of another transaction; of the error or of what it was raised from.
         """
         ...
 
@@ -137,7 +137,7 @@ class Queues(Protocol):
     ) -> Routing:
         """Give due, unrouted messages their destinations, by the bindings of the same moment.
 
-        What is wanted from a queue is leased by the same statement; whoever gets such a claim enters it.
+        What is wanted from a queue is leased by the same statement; the caller that gets such a claim enters it.
         """
         ...
 
@@ -160,7 +160,7 @@ class Queues(Protocol):
         ...
 
     def announce(self, *destinations: str | None) -> None:
-        """Tell whoever sleeps in `wait`, here or in other processes, that there may be work. Never fails."""
+        """Wake tasks that sleep in `wait`, here or in other processes: there may be work. Never fails."""
         ...
 
 
@@ -199,7 +199,7 @@ class CircuitTable(Protocol):
     async def open(
         self, destination: str | None, pause: timedelta, error: str, *, probe: int | None = None, refusing: bool = False
     ) -> bool:
-        """No answer came: nobody is to ask again before the pause is over. Says whether that is news.
+        """No answer came: no relay is to ask again before the pause is over. Says whether that is news.
 
         Without `probe` it opens a circuit that was closed; with it, one that this very probe was to find out about.
         `refusing`: answers came, and all were refusals. Since when is kept until the destination takes something.
@@ -207,7 +207,7 @@ class CircuitTable(Protocol):
         ...
 
     async def probe(self, destination: str | None, lease: timedelta) -> int | None:
-        """Be the one who asks a destination whose pause is over; None if somebody else does, or nobody needs to.
+        """Be the one relay that asks a destination whose pause is over; None if another one does, or none needs to.
 
         Returns what `open` wants to hear if no answer comes. Who gives no word within the lease is replaced.
         """

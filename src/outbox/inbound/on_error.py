@@ -83,7 +83,7 @@ class OnErrorInvocation:
         except TransactionEnded as ended:
             self._failed(ended)
             return _unrepeatable(ended, outcome)
-        except Exception as failure:  # noqa: BLE001 - somebody's function may raise anything
+        except Exception as failure:  # noqa: BLE001 - the user's function may raise anything
             self._failed(failure)
         return outcome
 

@@ -28,7 +28,7 @@ class TransactionEnded(Reject):
 
 
 class ConnectionGone(Exception):
-    """The connection of an open transaction was closed or lost, and nobody has said so: nothing of it is kept."""
+    """The connection of an open transaction was closed or lost, and that was not reported: nothing of it is kept."""
 
 
 ENDED_ON_DRIVER = (

@@ -186,7 +186,7 @@ def _check_unicode(text: str, what: str) -> None:
 
 
 def as_attempts(rows: Sequence[Sequence[Any]]) -> tuple[list[Attempt], dict[int, Dead]]:
-    """The attempts that claimed rows stand for, in their order, and by their ids those that nobody can attempt.
+    """The attempts that claimed rows stand for, in their order, and by their ids those that cannot be attempted.
 
     Their starts are counted already, but for isolated ones. The rows hold CLAIMED by position, and what a statement
     tells beyond it: there are many of them, and names cost more than all the rest.

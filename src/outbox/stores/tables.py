@@ -163,11 +163,11 @@ class Tables:
             state=Table(
                 f"{table_name}_state",
                 metadata,
-                # Row 1 holds the transport and the version, row 2 the sleepers, so that nobody waits for the other.
+                # Row 1 holds the transport and the version, row 2 the sleepers, so that neither waits for the other.
                 Column("id", Integer, primary_key=True, autoincrement=False),
                 Column("transport", shapes.text_type(64)),
                 Column("bindings_version", BigInteger, nullable=False),
-                Column("asleep_until", shapes.time_type()),  # somebody waits for a wake-up until then
+                Column("asleep_until", shapes.time_type()),  # a process waits for a wake-up until then
             ),
             circuits=Table(
                 f"{table_name}_circuits",

@@ -237,7 +237,7 @@ class PostgresqlSelecting(SqlSelecting):
                 rows = await self._own_runner.direct.ask(statement, asked)
                 routed = StraightRouted(_found(rows), _by_queue(rows, alone=len(route.rooms) == 1))
                 hold(routed)
-                if rows and routed.found == len(rows):  # otherwise the head stays where somebody still waits
+                if rows and routed.found == len(rows):  # otherwise the head stays where a message still waits
                     look.found, look.ended = rows, len(rows) < route.limit
             if head.in_doubt:
                 head.counted(await self._own_runner.first_look(self._dead_rows))
@@ -256,7 +256,7 @@ class PostgresqlSelecting(SqlSelecting):
 
     @kept_property
     def _route_to_one_statement(self) -> Any:
-        """The same for a queue that has room for everything: nobody needs to be counted."""
+        """The same for a queue that has room for everything: nothing needs to be counted."""
         found = self.due.cte("found")
         return self._routing_straight(found, select(found.c.id).where(_queue_of(found).is_not(None)))
 

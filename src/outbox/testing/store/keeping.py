@@ -45,7 +45,7 @@ class KeepingCases(StoreCases):
             await store.feed.wait(60, destination="q")
 
     async def test_a_wait_ends_when_the_next_message_is_due(self, engine: AsyncEngine, store: Store) -> None:
-        # It is not due before somebody waits for it, whatever holds the machine up.
+        # It is not due before a task waits for it, whatever holds the machine up.
         await emit(engine, store, message(), schedule=Schedule(due=timedelta(seconds=3)))
         async with asyncio.timeout(SOON):
             await store.feed.wait(60)

@@ -124,7 +124,7 @@ class RabbitmqDelivery(Delivery):
 
 
 def unread(incoming: Incoming, envelope: Envelope | None = None) -> Attempt:
-    """What stands for a message whose headers nobody can read."""
+    """What stands for a message whose headers cannot be read."""
     message_id = (envelope.text("message_id") if envelope else None) or new_id()
     message = Message(
         routing_key=incoming.routing_key, body=incoming.body, content_type=BYTES, tracking_ids=(message_id,)

@@ -281,14 +281,14 @@ def _idle(idle: Mapping[str, Counts], known: int) -> Iterator[Finding]:
 
 
 async def _orphans(asking: ReopeningChannel, known: Topology, seen: Seen) -> Iterable[Finding]:
-    """Queues of this exchange that none of these listeners needs, and nobody else either as far as can be seen."""
+    """Queues of this exchange that none of these listeners needs, and no other service either as far as can be seen."""
     names = known.names
     bound = {each.queue for each in seen.bindings if names.owns(each.exchange)}
     strangers = sorted(bound - {queue.name for queue in known.queues})
     counted = {queue: await count(asking, queue, seen) for queue in strangers}
     counts = {queue: found for queue, found in counted.items() if found is not None and found.consumers is not None}
     served = {queue for queue, found in counts.items() if found.consumers}
-    # Dead letters belong to whoever is served, and delays are shared: others who are served may use them.
+    # Dead letters belong to queues that are served, and delays are shared: other queues that are served may use them.
     orphans = [
         queue
         for queue in counts

@@ -78,7 +78,7 @@ class Unacknowledged:
             self._refuse(incoming, envelope, error)
             return
         if envelope.is_dead_letter:
-            envelope = envelope.revived()  # somebody moved it back, by a shovel or by hand
+            envelope = envelope.revived()  # it was moved back, by a shovel or by hand
         try:
             message = envelope.message(incoming.routing_key, incoming.body)
             verdict, crashes = self._judge(envelope, message)

@@ -26,7 +26,7 @@ from outbox.transports.rabbitmq.dead_letters.letter import Letter
 from outbox.transports.rabbitmq.publishing import BatchPublisher, Result
 from outbox.transports.rabbitmq.topology import Names, dead_letter_queue
 
-RENEWED_AFTER = 5  # returns; RabbitMQ 4 drops a message after 20, where nobody has told it otherwise
+RENEWED_AFTER = 5  # returns; RabbitMQ 4 drops a message after 20 by default
 STEP = 250  # letters of a look beyond what it needs, to find the end of those that came back
 COPIES_AT_ONCE = 100
 MOST_LETTERS_READ = 10_000  # letters of a queue that are read to tell when and why they died
@@ -52,7 +52,7 @@ class RabbitmqDeadLetters(DeadLetters):
     queues: Callable[..., Awaitable[Collection[str]]]  # of listeners: those named, those with letters, those known
     largest_body: int  # bytes that a worker takes
     _turns: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = field(default_factory=WeakKeyDictionary)
-    _named: set[str] = field(default_factory=set)  # queues that somebody asked for by name
+    _named: set[str] = field(default_factory=set)  # queues that a caller asked for by name
     _places: dict[int, str] = field(default_factory=dict)
 
     async def chosen(self, filter: Filter) -> list[DeadLetter]:
@@ -142,7 +142,7 @@ class _Removable:
 
 @dataclass(frozen=True, slots=True)
 class LetterAccess:
-    """One look, with nobody else looking."""
+    """One look, while no other process looks."""
 
     hands: BrokerAccess
     names: Names
@@ -167,7 +167,7 @@ class LetterAccess:
         return await self._published(batch, readable)
 
     async def _may_be_limited(self, queue: str) -> bool:
-        """Whether the queue was made with other arguments than ours, which set no limit, or nobody tells."""
+        """Whether the queue was made with other arguments than ours, which set no limit, or that is not known."""
         wanted = dead_letter_queue(self.names, self.names.queue(queue), self.hands.connection.server_version)
         try:
             channel = await asked(self.hands.connection.client_channel())

@@ -1,4 +1,4 @@
-"""Letters: what lies in a `.dlq` queue, read as a dead letter, whoever put it there."""
+"""Letters: what lies in a `.dlq` queue, read as a dead letter, whatever put it there."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from outbox.transports.rabbitmq.headers import (
     too_large,
 )
 
-_NEVER = datetime(1970, 1, 1, tzinfo=UTC)  # where nobody wrote down when it died
+_NEVER = datetime(1970, 1, 1, tzinfo=UTC)  # where it is not written down when it died
 _OF_BROKER = {
     "rejected": Reason.REJECTED,
     "expired": Reason.EXPIRED,
@@ -56,7 +56,7 @@ class Letter:
     dead: DeadLetter
     home: str  # the queue where it died, as the broker calls it
     properties: bytes  # as they came
-    envelope: Envelope | None  # none: nobody can read it
+    envelope: Envelope | None  # none: it cannot be read
     returned: int  # how often the broker got it back
 
     @property
