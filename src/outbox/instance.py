@@ -191,7 +191,7 @@ class Outbox(Receiving):
     ) -> int:
         """What relay, worker and running share: open, work until the shutdown, close.
 
-        With `leftovers` a worker serves what lies in its transport's queues and routes nothing, so the table may belong
+        With `leftovers` a worker handles what is in its transport's queues and routes nothing, so the table may belong
         to another transport by now. Unless another `transport` is given, it is the configured one.
         """
         return await self._lifecycle.run(
@@ -246,7 +246,7 @@ class Outbox(Receiving):
         return self._parts.dead_letters
 
     async def backlog(self) -> Backlog:
-        """What lies where at this moment, in the database and in the queues of a broker. Of the latter some is unknown.
+        """How many messages are where now, in the database and in a broker's queues. Some of the latter is unknown.
 
         A broker that does not answer within seconds makes its numbers unknown, which is none.
         """
@@ -274,7 +274,7 @@ class Outbox(Receiving):
         return await self.store.queues.bindings()
 
     async def unbind(self, queue: str) -> int:
-        """Remove a queue's bindings; what lies in it stays. Returns how many there were."""
+        """Remove a queue's bindings; its messages stay. Returns how many there were."""
         return await self.store.queues.unbind(queue)
 
     async def create_tables(self) -> None:

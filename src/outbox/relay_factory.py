@@ -38,7 +38,7 @@ class RelayFactory:
     def of(
         self, transport: Transport, relay: bool, *, routes: bool = True, reader: LogReader | None = None
     ) -> list[Running]:
-        """Those of a process: all clean up; a relay hands on, and so does a router to queues of the database."""
+        """Those of a process: each cleans up; a relay publishes; with queues in the database, a router routes."""
         look = self._settings.seconds_between_looks
         relays: list[Running] = [self._relay(self.cleanup(), asyncio.sleep, look * CLEAN_UP_EVERY, "cleanup")]
         if transport.takers is not None:

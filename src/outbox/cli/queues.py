@@ -1,4 +1,4 @@
-"""`outbox queues`: who asks for what, and what lies there."""
+"""`outbox queues`: the bindings of queues, and how many messages are in them."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def queue_table(queues: Sequence[QueueBacklog]) -> Table:
 
 
 def _consumers(found: QueueBacklog) -> object:
-    """Only what a broker hands to workers has any."""
+    """Only queues of a broker have any."""
     has_none = found.transport == IN_DATABASE or (found.queued == 0 and found.consumers is None)
     return words.NOTHING if has_none else _told(found.consumers)
 

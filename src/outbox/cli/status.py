@@ -1,4 +1,4 @@
-"""`outbox status`: what lies where, and how fast it comes and goes."""
+"""`outbox status`: how many messages are in which state and queue, and their rates."""
 
 from __future__ import annotations
 

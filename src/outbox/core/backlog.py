@@ -18,7 +18,7 @@ UNKNOWN = "unknown"  # in place of a reason that would have to be read at a brok
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueBacklog:
-    """What lies in one queue. None is a number that cannot be told, which happens at a broker alone."""
+    """How many messages are in one queue. None is a number that is not known, which happens at a broker only."""
 
     queue: str
     transport: str = IN_DATABASE  # where the queue is
@@ -64,7 +64,7 @@ class Circuit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backlog:
-    """What lies in a store at one moment."""
+    """How many messages a store has at one moment."""
 
     waiting: int = 0  # emitted and not yet sent or routed, the unroutable ones not counted
     due: int = 0  # of those: could be sent now
@@ -82,7 +82,7 @@ class Backlog:
     circuits: tuple[Circuit, ...] = ()  # of destinations that once did not answer, and still get messages or have some
 
     def beside(self, queues: Sequence[QueueBacklog] | None) -> Backlog:
-        """Together with what lies in the queues of a broker; none: nothing is known of them."""
+        """Together with the numbers of a broker's queues; none: nothing is known of them."""
         if queues is None:
             return replace(self, leased=None, dead=None)
         elsewhere = {found.queue for found in queues}

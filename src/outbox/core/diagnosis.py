@@ -43,7 +43,7 @@ class Examination:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claimable:
-    """What lies for one destination, and who holds it."""
+    """The messages for one destination: due, leased, expired, retried."""
 
     queue: str | None  # None: not routed yet
     due: int  # no process holds them and they could be claimed now

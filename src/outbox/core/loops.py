@@ -113,7 +113,7 @@ async def finish(work: Coroutine[Any, Any, Result], within: float) -> Result:
 
 
 async def _work(work: Coroutine[Any, Any, Result], over: asyncio.Future[bool]) -> Result:
-    """Says by itself when it is over: a task that waits goes on in the very next turn of the loop."""
+    """Notifies its waiter itself when it is over: the task goes on in the next iteration of the loop."""
     try:
         return await work
     finally:

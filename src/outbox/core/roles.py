@@ -127,7 +127,7 @@ class Queues(Protocol):
         ...
 
     async def unbind(self, queue: str, binding_key: str | None = None) -> int:
-        """Remove a queue's bindings, or one of them; what already lies in it stays. Returns how many there were."""
+        """Remove a queue's bindings, or one of them; its messages stay. Returns how many there were."""
         ...
 
     async def bindings(self) -> list[Binding]: ...
@@ -267,7 +267,7 @@ class Inspection(Protocol):
         ...
 
     async def claimable(self) -> list[Claimable]:
-        """What lies for each destination and could be claimed, and what is held."""
+        """The messages for each destination that could be claimed, and those that are leased."""
         ...
 
     def is_read_only(self, error: BaseException) -> bool:

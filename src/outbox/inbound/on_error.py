@@ -148,7 +148,7 @@ class _Asking:
 
     @contextmanager
     def concluded(self, connection: Connection) -> Iterator[None]:
-        """Around the asking: the attempt ends in the same transaction, if its delivery lies in that database."""
+        """Around the call: the attempt ends in the same transaction, if its delivery is in that database."""
         yield
         written = self.delivery.conclude(connection, self.decided)
         if written is False:

@@ -181,7 +181,7 @@ class TransactionGuard:
         end()
 
     def _watch_driver(self, connection: Connection) -> None:
-        """Hear of a commit on the driver's own connection, or on the pool's if the driver's takes no attributes."""
+        """Detect a commit on the driver's own connection, or on the pool's if the driver's takes no attributes."""
         watched: Any = connection.connection.driver_connection
         own = getattr(watched, "__dict__", None)
         if own is None or not hasattr(watched, "commit"):

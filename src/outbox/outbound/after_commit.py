@@ -106,7 +106,7 @@ def commits_on(connection: Connection) -> ConnectionCommits:
 
 
 def _listen(connection: Connection) -> None:
-    """Hear of the ends of a connection's transactions and savepoints."""
+    """Listen for the ends of a connection's transactions and savepoints."""
     event.listen(connection, "savepoint", lambda connection, _: _known[connection].began())
     event.listen(connection, "release_savepoint", lambda connection, *_: _known[connection].released())
     event.listen(connection, "rollback_savepoint", lambda connection, *_: _known[connection].rolled_back_to())

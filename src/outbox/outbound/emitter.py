@@ -188,7 +188,7 @@ Key = str | Callable[[Any], str] | None
 
 
 class Emitter:
-    """Turns what callers say into messages and hands them to the store of the caller's database."""
+    """Makes messages from the arguments of callers, and writes them to the store of the caller's database."""
 
     def __init__(
         self,

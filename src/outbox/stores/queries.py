@@ -22,7 +22,7 @@ from outbox.stores.tables import NOT_ROUTED, Tables
 
 
 class SqlInspection:
-    """How much lies where, which messages they are, and what the database says of itself."""
+    """How many messages are where, which they are, and what the database says of itself."""
 
     def __init__(self, tables: Tables, dialect: SqlDialect, runner: Runner, circuits: SqlCircuits) -> None:
         self._tables = tables

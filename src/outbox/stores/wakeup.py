@@ -35,7 +35,7 @@ class Wakeup:
         self._soon(lambda bells: bells.values())
 
     async def wait(self, destination: str, longest: float) -> bool:
-        """Sleep until the bell rings or the time is over; says whether it rang."""
+        """Sleep until a wake-up comes or the time is over; says whether one came."""
         bell = self._bell(destination)
         try:
             async with asyncio.timeout(longest):

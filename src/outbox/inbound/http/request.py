@@ -69,7 +69,7 @@ def _check_length(length: str, largest: int) -> None:
 
 
 def _paths(scope: Scope) -> tuple[str, str]:
-    """The path, and what of it lies below the mount.
+    """The path, and the part of it below the mount.
 
     Servers, proxies and frameworks do not agree how much of the mount's path a request's begins with. And however many
     slashes a sender writes, it is the same endpoint: otherwise one more would make a copy new.

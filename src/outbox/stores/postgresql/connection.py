@@ -131,7 +131,7 @@ class Line:
         return ended
 
     async def check(self) -> None:
-        """Find out whether it still leads anywhere."""
+        """Pre-ping: find out whether the connection still works."""
         async with self._turn:
             await self._raw.execute("SELECT 1")
 

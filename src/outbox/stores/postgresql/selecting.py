@@ -117,7 +117,7 @@ class ScanPosition:
             self.in_doubt = True
 
     def counted(self, dead: int) -> None:
-        """So many dead rows lie in the table."""
+        """So many dead rows are in the table."""
         self.in_doubt = False
         if dead > MANY:
             self._from_beginning_at = self._ask_again_at

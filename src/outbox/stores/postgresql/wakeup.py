@@ -172,7 +172,7 @@ class Notifier:
             await asyncio.sleep(again.pause())
 
     async def _hear_line(self, again: Backoff) -> None:
-        """Ring the store's bells until the line ends: asyncpg calls back."""
+        """Wake the store's tasks until the connection ends: asyncpg calls back."""
         line = await self._direct.open()
         if line is None:
             return
@@ -232,7 +232,7 @@ class PostgresqlWakeup(Wakeup):
         self._notify(names)
 
     def is_quiet(self, destination: str) -> bool:
-        """Whether a claim found nothing here, and nothing was heard since."""
+        """Whether a claim found nothing here, and no wake-up came since."""
         return destination in self._quiet
 
     def found(self, destination: str, anything: bool) -> None:

@@ -1,4 +1,4 @@
-"""SqliteDialect: how SQLite spells it, and what its driver knows."""
+"""SqliteDialect: SQLite's own expressions, and what its driver knows."""
 
 from __future__ import annotations
 

@@ -289,7 +289,7 @@ def begin_first(connection: Connection, name: str) -> None:
 
 
 async def busy_timeout(engine: AsyncEngine) -> int:
-    """For how many milliseconds an engine's connections wait for their turn."""
+    """For how many milliseconds an engine's connections wait for the write lock."""
     if event.contains(engine.sync_engine, "connect", _connect):
         return int(BUSY_TIMEOUT * 1000)
     async with engine.connect() as connection:

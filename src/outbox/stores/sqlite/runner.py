@@ -284,7 +284,7 @@ class SqliteWakeup(Wakeup):
             in_loop.pulse = asyncio.create_task(self._watch(), name="outbox watch")
 
     async def _watch(self) -> None:
-        """Ring every bell when the file changes, as every commit of anybody changes its version."""
+        """Wake all tasks when the file changes: every commit of any process changes its version."""
         thread, pause = self._runner.own(), QUICK_LOOK
         seen = thread.version()
         while True:

@@ -134,7 +134,7 @@ class RabbitmqConsumer(Consumer):
             self._observe(Handled(self._consumed.listener.queue, attempt, dead, NO_DELAY))
 
     def when_prepared(self, line_up: Callable[[], None]) -> None:
-        """Have the queue for trials ready, and then a suspected message wait for its turn."""
+        """Make the queue for isolated runs, and then let a suspected message wait for its run."""
         if self._preparing is None:
             self._preparing = asyncio.create_task(self._isolation_queue.name(), name=f"outbox trials of {self.queue}")
         if self._preparing.done():

@@ -37,7 +37,7 @@ _MAKE = f"start a worker whose user may make them, or provision them: {PRINTED}"
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """What was found, and what lies in the queues that are known."""
+    """What was found, and the numbers of the queues that are known."""
 
     findings: list[Finding]
     reached: bool = True

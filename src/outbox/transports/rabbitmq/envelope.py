@@ -118,7 +118,7 @@ class Envelope:
             del self.headers[name]
 
     def as_new(self) -> Envelope:
-        """The same without what a stranger wrote about its past."""
+        """The same without what another program wrote about its past."""
         envelope = Envelope(self.properties, dict(self.headers))
         envelope.forget(_PRIVATE)
         return envelope

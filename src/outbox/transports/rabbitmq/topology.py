@@ -254,7 +254,7 @@ class Topology:
 
 
 def dead_letter_queue(names: Names, queue: str, server_version: tuple[int, ...] | None) -> Queue:
-    """Where the dead letters of a queue lie, without a limit of any kind."""
+    """The queue of the dead letters of a queue, without a limit of any kind."""
     return Queue(names.dead_letter_queue(queue), _QUORUM | _limits(server_version))
 
 
@@ -304,7 +304,7 @@ def _milliseconds(delay: timedelta) -> int:
 
 
 def _spelled(milliseconds: int) -> str:
-    """Whole seconds below an hour as seconds alone; each duration has one spelling."""
+    """Whole seconds below an hour as seconds only: each duration is written in one way."""
     seconds, rest = divmod(milliseconds, 1000)
     if seconds < 3600:
         return f"{milliseconds}ms" if rest else f"{seconds}s"

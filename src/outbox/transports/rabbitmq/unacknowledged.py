@@ -183,7 +183,7 @@ class Unacknowledged:
             task.cancel()
 
     async def _let_the_queue_hear(self) -> None:
-        """Wait until the queue has heard everything: RabbitMQ forgets what a closing channel has not handed on yet.
+        """Wait until the queue has received everything: RabbitMQ forgets what a closing channel has not handed on yet.
 
         Only the beginning and the end of a consumer are answered by the queue itself. What comes meanwhile goes back,
         but not before the end, or it would come again.

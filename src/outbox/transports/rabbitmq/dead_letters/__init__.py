@@ -1,4 +1,4 @@
-"""RabbitmqDeadLetters: what lies in the `.dlq` queues.
+"""RabbitmqDeadLetters: the messages of the `.dlq` queues.
 
 A look takes letters out and gives them back, which RabbitMQ counts. Where no limit is set that means nothing; but a
 queue that was made before RabbitMQ 4 has one there. So letters that came back a few times are replaced by copies.
@@ -113,7 +113,7 @@ class RabbitmqDeadLetters(DeadLetters):
         return len(gone)
 
     async def _where(self, ids: Collection[int]) -> Collection[str]:
-        """The queues in which these may lie."""
+        """The queues in which these may be."""
         known = {self._places.get(id) for id in ids}
         return sorted(queue for queue in known if queue) if None not in known else await self.queues(self._named)
 
@@ -234,7 +234,7 @@ async def _listed(browse: Browse, filter: Filter) -> dict[int, DeadLetter]:
 
 
 async def _counted(browse: Browse, queue: str, since: datetime) -> list[Deaths]:
-    """The youngest lie at the end: a queue of which too many would have to be read is told as a whole."""
+    """The youngest are at the end: a queue of which too many would have to be read is reported as a whole."""
     there = await browse.count()
     if there > MOST_LETTERS_READ:
         return [Deaths(queue=queue, reason=None, count=there)]

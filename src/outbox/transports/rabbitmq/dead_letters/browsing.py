@@ -93,7 +93,7 @@ class Browse:
         self.most_returned = 0  # how often the broker has got one of them back
 
     async def count(self) -> int:
-        """How many lie there, those that a process has taken out left out; none where there is no such queue."""
+        """How many are there, without those that a process has taken out; none if there is no such queue."""
         try:
             return (await asked(self._counting.queue_declare(self._name, passive=True))).message_count or 0
         except Lost as error:

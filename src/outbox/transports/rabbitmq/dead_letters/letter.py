@@ -1,4 +1,4 @@
-"""Letters: what lies in a `.dlq` queue, read as a dead letter, whatever put it there."""
+"""Letters: a message of a `.dlq` queue, read as a dead letter, whatever put it there."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _OFTEN = 1_000_000  # times that a letter came back, where its count cannot be r
 
 @dataclass(frozen=True, slots=True)
 class Letter:
-    """A dead letter in our hands."""
+    """A dead letter that was taken out and not given back yet."""
 
     tag: int
     dead: DeadLetter
@@ -211,7 +211,7 @@ def _id_of(*parts: bytes) -> str:
 
 
 def _id(queue: str, message_id: str, died_at: datetime) -> int:
-    """A number that stays the same while the letter lies there, in the order of death."""
+    """A number that stays the same while the letter is there, in the order of death."""
     return FIRST_OF_QUEUES + (microseconds(died_at) << _HASH_BITS | _hash(queue, message_id) % (1 << _HASH_BITS))
 
 
