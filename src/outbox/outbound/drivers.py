@@ -54,7 +54,7 @@ class DriverTransaction(CallersTransaction):
         written = self.write(store, *store.writing.insert(messages, schedule))
         if schedule.timer_id is not None and not written:
             return False
-        self.after_commit(WrittenMessages.of(store, messages, schedule))
+        self.after_commit(WrittenMessages(store, tuple(message.id for message in messages), schedule))
         return True
 
     def cancel(self, store: Store, timer_id: str) -> bool:

@@ -51,7 +51,8 @@ class SqlalchemyTransaction(CallersTransaction):
             return False
         transaction = connection.get_transaction()
         if transaction is not None:
-            _written.setdefault(transaction, []).append(WrittenMessages.of(store, messages, schedule))
+            emitted = WrittenMessages(store, tuple(message.id for message in messages), schedule)
+            _written.setdefault(transaction, []).append(emitted)
         waiting.actions.append(partial(store.queues.announce, None))
         return True
 

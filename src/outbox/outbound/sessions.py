@@ -134,10 +134,6 @@ class WrittenMessages:
     message_ids: tuple[str, ...]
     schedule: Schedule
 
-    @classmethod
-    def of(cls, store: Store, messages: Sequence[Message], schedule: Schedule) -> WrittenMessages:
-        return cls(store, tuple(message.id for message in messages), schedule)
-
     def __call__(self) -> None:
         """After the commit: wake relays and workers."""
         self.store.queues.announce(None)
