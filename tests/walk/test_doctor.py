@@ -141,8 +141,9 @@ async def test_without_the_table_of_messages_every_missing_table_is_an_error(
     store = outbox.store
     assert isinstance(store, SqlStore)
     missing = [name for name in store.tables.metadata.tables if name.removeprefix(table_name) not in there]
-    for name in missing:
-        await store.runner.transact(lambda connection, name=name: connection.exec_driver_sql(f"DROP TABLE {name}"))
+    async with outbox.engines.asynchronous.begin() as connection:
+        for name in missing:
+            await connection.exec_driver_sql(f"DROP TABLE {name}")
     ran = await command.run("doctor", "--json")
     assert (ran.code, ran.stderr, ran.document["healthy"]) == (ExitCode.UNHEALTHY, "", False)
     errors = [finding["what"] for finding in ran.document["findings"] if finding["level"] == "error"]

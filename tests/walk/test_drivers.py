@@ -448,7 +448,7 @@ async def test_what_django_also_calls_a_connection_is_refused(driver: Driving, o
 
     assert type(cache) is type(django.db.connection)
     with pytest.raises(TransactionError, match="no database"):
-        outbox.emit_sync(cache, "a", 1)  # type: ignore[arg-type]
+        outbox.emit_sync(cache, "a", 1)
 
 
 @only("asyncmy")

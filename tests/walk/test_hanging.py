@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -193,7 +194,7 @@ async def test_a_message_at_which_its_destination_hangs_delays_no_other_and_lose
             await eventually(lambda: came(bad))
             for number in range(10):
                 [good] = await emit(outbox, "good")
-                await eventually(lambda good=good: came(good))
+                await eventually(partial(came, good))
                 await recorder.wait_for(Relayed, number + 1)
             assert {type(each.outcome) for each in recorder.of(Relayed)} == {Done}
             await give_up()
@@ -341,7 +342,7 @@ async def test_three_messages_that_hang_one_after_the_other_leave_a_round_for_th
     async with outbox.running(relay=True):
         for _ in range(3):
             [bad] = await emit(outbox, "hangs")
-            await eventually(lambda bad=bad: bad in came)
+            await eventually(partial(came.__contains__, bad))
         [good] = await emit(outbox, "good")
         await eventually(lambda: good in came)
 
@@ -372,7 +373,7 @@ async def test_while_traffic_is_sparse_a_message_that_hangs_delays_no_other_eith
             await asyncio.sleep(1.7)
             [good] = await emit(outboxes[0], "good")
             began = time.monotonic()
-            await eventually(lambda good=good: good in sink.ids)
+            await eventually(partial(lambda id: id in sink.ids, good))
             took.append(time.monotonic() - began)
             assert len(took) < 40, "it is never dead"
         [letter] = await outboxes[0].dead_letters.list()

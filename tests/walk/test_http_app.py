@@ -319,7 +319,7 @@ async def test_a_sender_that_asks_whether_it_may_send_is_told_yes(
             assert answered.headers["webhook-allowed-origin"] == "events.example.com"
             assert answered.headers["webhook-allowed-rate"] == "*"
             assert answered.headers["allow"] == "POST"
-        sent = await sender.post(structured()[0] | asking, structured()[1])
+        sent = await sender.post({**structured()[0], **asking}, structured()[1])
         assert sent.status == (202 if secrets is None else 401)
         for origin in ("two words", "a\tb", "*", "x" * 256, "ö"):
             answered = await sender.post({"WebHook-Request-Origin": origin}, b"", method="OPTIONS")
@@ -600,12 +600,13 @@ async def test_while_the_database_is_silent_senders_are_told_to_come_again_and_t
 ) -> None:
     app = outbox.http_app([listener], secrets=None, timeout=SHORT)
 
-    async def answered(status: int, order: int = 1) -> Answered | None:
-        """What comes sooner or later: so short a time may be over for other reasons, too."""
-        found = await sender.post(*structured(order, id=str(order)))
-        return found if found.status == status else None
-
     async with serving(app) as sender:
+
+        async def answered(status: int, order: int = 1) -> Answered | None:
+            """What comes sooner or later: so short a time may be over for other reasons, too."""
+            found = await sender.post(*structured(order, id=str(order)))
+            return found if found.status == status else None
+
         async with held(make_outbox()):
             silent = await eventually(lambda: answered(503))
             assert silent.headers["retry-after"] == "5"
@@ -844,4 +845,5 @@ async def test_a_database_is_needed(listener: Listener) -> None:
 
 
 def test_the_package_has_it_too() -> None:
-    assert library.http_app.__self__ is library.outbox
+    method: Any = library.http_app
+    assert method.__self__ is library.outbox

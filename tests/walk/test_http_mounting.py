@@ -126,7 +126,7 @@ async def view(request: HttpRequest) -> HttpResponse:
 urlpatterns = [path("", view)]
 
 
-@override_settings(ROOT_URLCONF=__name__, ALLOWED_HOSTS=["localhost"])
+@override_settings(ROOT_URLCONF=__name__, ALLOWED_HOSTS=["localhost"])  # type: ignore[untyped-decorator]
 async def test_it_stands_beside_django(outbox: Outbox, listener: Listener, arrivals: Arrivals) -> None:
     django = ASGIHandler()
     hooks = outbox.http_app([listener], secrets=None)

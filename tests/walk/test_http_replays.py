@@ -178,9 +178,9 @@ async def test_a_sender_that_signs_an_id_as_it_is_may_have_dots_in_it(
     signature = Webhook(SECRET).sign("a.b:c", now, body.decode())
     by_others = {"webhook-id": "a.b:c", "webhook-timestamp": str(int(now.timestamp())), "webhook-signature": signature}
     async with serving(outbox.http_app(listeners, secrets=SECRET)) as sender:
-        assert (await sender.post(headers | by_others, body)).is_taken
+        assert (await sender.post({**headers, **by_others}, body)).is_taken
         assert (await arrival(arrivals))[1].tracking_ids[0] == "a.b:c"
-        another = await sender.post(headers | {"ce-id": "a.b"} | by_others, body)
+        another = await sender.post({**headers, "ce-id": "a.b", **by_others}, body)
         assert (another.status, "ce-id" in another.line) == (401, True)
     assert arrivals.empty()
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp.abc import AbstractResolver
 
 from outbox import Message
 from outbox.core.transport import Defaults, Published
@@ -263,7 +264,7 @@ async def test_nobody_there_leaves_everything_in_doubt(sink: HttpSink) -> None:
 
 
 async def test_a_host_that_does_not_exist_leaves_everything_in_doubt() -> None:
-    class Nowhere(http.AbstractResolver):
+    class Nowhere(AbstractResolver):
         async def resolve(self, host: str, port: int = 0, family: Any = 0) -> Any:
             raise OSError(f"{host} is unknown")
 
@@ -560,7 +561,8 @@ async def test_a_message_that_cannot_be_written_takes_no_other_with_it(
 
 
 async def test_a_message_that_cannot_be_written_is_no_answer_of_its_destination(sink: HttpSink) -> None:
-    broken, told = message(content_type="text/kr\u00e4ftig"), []
+    broken = message(content_type="text/kr\u00e4ftig")
+    told: list[Published] = []
     async with opened(HttpTransport(sink.url, mode="binary")) as transport:
         found = await transport.publish([broken], told.append)
     assert [(each.answered, [*each.refused]) for each in told] == [(False, [broken.id])]

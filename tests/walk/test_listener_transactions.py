@@ -134,7 +134,7 @@ async def test_a_failed_flush_that_is_swallowed_has_failed(
     async def in_loop(body: int, session: AsyncSession) -> None:
         await session.execute(effects.write("before"))
         first, second = kind(), kind()
-        first.id = second.id = 4711  # type: ignore[attr-defined]
+        first.id = second.id = 4711
         session.add(first)
         await session.flush()
         session.expunge(first)
@@ -317,14 +317,14 @@ async def test_sessions_of_a_factory_are_watched_too(
     make_outbox: MakeOutbox, watch: Watch, effects: Effects, transport: str | None
 ) -> None:
     outbox = make_outbox(transport=transport, observers=[watch])
-    makers = [async_sessionmaker(outbox.engines.asynchronous), sessionmaker(outbox.engines.synchronous)]
+    in_loops, in_threads = async_sessionmaker(outbox.engines.asynchronous), sessionmaker(outbox.engines.synchronous)
 
-    @listen("#", queue="loop", retry_delays=(), session_factory=makers[0])
+    @listen("#", queue="loop", retry_delays=(), session_factory=in_loops)
     async def in_loop(body: int, session: AsyncSession) -> None:
         await session.execute(effects.write("loop"))
         await session.close()
 
-    @listen("#", queue="thread", retry_delays=(), session_factory=makers[1])
+    @listen("#", queue="thread", retry_delays=(), session_factory=in_threads)
     def in_thread(body: int, session: Session) -> None:
         with session:
             session.execute(effects.write("thread"))

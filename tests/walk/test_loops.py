@@ -81,7 +81,7 @@ def test_loops_of_several_threads_work_at_once(database_url: str, table_name: st
     assert sorted(seen) == list(range(30))
 
 
-async def in_another_loop(work: Callable[[], Awaitable[None]]) -> None:
+async def in_another_loop(work: Callable[[], Awaitable[object]]) -> None:
     """Run something in a thread with a loop of its own, while this one goes on."""
 
     async def run() -> None:

@@ -65,8 +65,8 @@ class Runs:
         self.count = 0
 
     def listener(self, kind: str) -> Listener:
-        callback = {"async": self.awaited, "plain": self.plain, "list": self.many}[kind]
-        return Listener("#", callback, queue="q", retry_delays=(), batch=10 if kind == "list" else None)
+        callbacks: dict[str, Callable[..., Any]] = {"async": self.awaited, "plain": self.plain, "list": self.many}
+        return Listener("#", callbacks[kind], queue="q", retry_delays=(), batch=10 if kind == "list" else None)
 
     async def awaited(self, body: int, session: AsyncSession) -> None:
         await self.many([body], session)
@@ -247,12 +247,12 @@ def invalidate(session: Session) -> None:
 
 
 def close_adapter(session: Session) -> None:
-    session.connection().connection.dbapi_connection.close()
+    session.connection().connection.dbapi_connection.close()  # type: ignore[union-attr]
 
 
 def terminate(session: Session) -> None:
     connection = session.connection()
-    connection.dialect.do_terminate(connection.connection.dbapi_connection)
+    connection.dialect.do_terminate(connection.connection.dbapi_connection)  # type: ignore[arg-type]
 
 
 def close_driver(session: Session) -> None:
@@ -284,7 +284,7 @@ async def test_a_listener_that_closes_its_connection_is_not_handled_and_does_not
             session.execute(effects.write(kind))
             break_it(session)
 
-        name, options = break_it.__name__, {"retry_delays": ()}
+        name, options = break_it.__name__, dict[str, Any](retry_delays=())
         return [
             Listener("#", awaited, queue=f"awaited {name}", **options),
             Listener("#", many, queue=f"list {name}", batch=10, **options),
@@ -357,10 +357,10 @@ async def test_a_database_that_is_away_behind_its_pooler_uses_up_no_attempt(
             away.wait()
             session.execute(text("SELECT 1"))
 
-        callback = {"async": awaited, "plain": plain, "list": many}[kind]
+        callbacks: dict[str, Callable[..., Any]] = {"async": awaited, "plain": plain, "list": many}
         options: dict[str, Any] = {"concurrency": 2, "batch": 2 if kind == "list" else None}
         await emit(outbox, *range(6))
-        async with outbox.running(listeners=[Listener("#", callback, queue="q", retry_delays=(), **options)]):
+        async with outbox.running(listeners=[Listener("#", callbacks[kind], queue="q", retry_delays=(), **options)]):
             await eventually(lambda: len(called) >= 2)
             await asyncio.to_thread(database.stop, "immediate")
             away.set()

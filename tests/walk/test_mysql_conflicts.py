@@ -258,7 +258,7 @@ async def test_a_lock_on_the_message_holds_its_completion_back_and_no_more(
 
 async def _is_settled(outbox: Outbox) -> bool:
     backlog = await outbox.backlog()
-    return backlog.waiting == 0 and all(not queue.delivered + queue.retrying for queue in backlog.queues)
+    return backlog.waiting == 0 and all(not queue.open for queue in backlog.queues)
 
 
 async def test_a_deadlock_with_a_burial_is_run_again_and_buries_once(

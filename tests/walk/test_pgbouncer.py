@@ -233,7 +233,7 @@ async def test_a_pooler_that_crashes_and_comes_back_loses_nothing(
         for first in range(0, 60, 20):
             async with outbox.transaction() as session:
                 await outbox.emit_many(session, "a", range(first, first + 20))
-            await until(lambda wanted=first + 1: len(handled) >= wanted)
+            await until(lambda wanted=first + 1: len(handled) >= wanted)  # type: ignore[misc]
             own_pgbouncer.kill()
             own_pgbouncer.start()
         await until(lambda: set(handled) == set(range(60)))
@@ -304,7 +304,7 @@ async def test_a_message_of_another_process_is_found_by_polling(make_outbox: Mak
         for body in range(3):
             async with emitter.transaction() as session:
                 await emitter.emit(session, "a", body)
-            await until(lambda wanted=body + 1: len(handled) == wanted)
+            await until(lambda wanted=body + 1: len(handled) == wanted)  # type: ignore[misc]
 
 
 async def test_a_process_without_the_pooler_is_woken_by_one_behind_it(

@@ -20,7 +20,7 @@ from yarl import URL
 from outbox import Listener, Outbox
 from outbox.core.attempt import Dead, Done, Reason
 from outbox.core.errors import ConfigurationError, TransportClosed, TransportUnavailable
-from outbox.core.events import Failed, Handled, LeaseWasLost, Relayed, Started, Troubled, Unsettled
+from outbox.core.events import Failed, Handled, LeaseWasLost, Observer, Relayed, Started, Troubled, Unsettled
 from outbox.core.message import Message
 from outbox.core.transport import Defaults
 from outbox.observers.logging import LoggingObserver
@@ -48,7 +48,7 @@ def make_shop(make_outbox: MakeOutbox, broker: RabbitMQ, table_name: str) -> Mak
     """Outboxes on that broker, with exchanges and queues of their own."""
 
     def make(**options: Any) -> Outbox:
-        names = {"exchange_name": table_name, "queue_prefix": f"{table_name}."}
+        names: dict[str, Any] = {"exchange_name": table_name, "queue_prefix": f"{table_name}."}
         return make_outbox(**{"rabbitmq_url": broker.url, **names, **options})
 
     return make
@@ -233,7 +233,7 @@ async def test_a_message_that_the_broker_cannot_take_fails_alone(
     assert not any(other.refused for other in others)  # what was in flight beside it has done nothing
     assert (await transport.publish(again)).confirmed == {message.id for message in again}
     deliveries = transport.consume(listener, 100)
-    found = set()
+    found: set[str] = set()
     while not found >= confirmed:
         delivery = await asyncio.wait_for(anext(deliveries), PATIENCE)
         found.add(delivery.attempt.message.id)
@@ -320,8 +320,8 @@ async def test_a_retry_that_fits_into_no_frame_is_not_published_and_costs_no_con
             await exchange.publish(aio_pika.Message(b"%d" % number, headers=None if number else large), "a")
         letters: Any = await eventually(lambda: outbox.dead_letters.list(queue=queue))
         came = [await arrival(arrivals) for _ in range(11)]
-    dead = [event for event in recorder.of(Handled) if isinstance(event.outcome, Dead)]
-    assert [(event.attempt.message.body, event.outcome.reason) for event in dead] == [(b"0", Reason.UNDECODABLE)]
+    ends = [(event.attempt.message.body, event.outcome) for event in recorder.of(Handled)]
+    assert [(body, end.reason) for body, end in ends if isinstance(end, Dead)] == [(b"0", Reason.UNDECODABLE)]
     assert [(letter.message.body, letter.reason) for letter in letters] == [(b"0", Reason.UNDECODABLE)]
     assert sorted(came) == [(0, 1), *((number, attempt) for number in range(1, 6) for attempt in (1, 2))]
     assert arrivals.empty()
@@ -332,7 +332,7 @@ async def test_a_worker_ends_when_the_connection_it_was_given_closes_for_good(
     broker: RabbitMQ, table_name: str, listener: Listener, recorder: Recorder
 ) -> None:
     connection = await aio_pika.connect(broker.url)
-    names = {"exchange_name": table_name, "queue_prefix": f"{table_name}."}
+    names: dict[str, Any] = {"exchange_name": table_name, "queue_prefix": f"{table_name}."}
     outbox = Outbox(rmq_connection=connection, observers=[recorder], **names)
     working = asyncio.create_task(outbox.worker([listener]))
     await recorder.wait_for(Started)
@@ -353,8 +353,8 @@ async def test_a_block_is_told_when_what_runs_beside_it_has_ended_for_good(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     connection = await aio_pika.connect(broker.url)
-    names = {"exchange_name": table_name, "queue_prefix": f"{table_name}."}
-    observers = [recorder, LoggingObserver()]
+    names: dict[str, Any] = {"exchange_name": table_name, "queue_prefix": f"{table_name}."}
+    observers: list[Observer] = [recorder, LoggingObserver()]
     outbox = Outbox(db_engine_url=database_url, rmq_connection=connection, observers=observers, grace=5, **names)
     with pytest.raises(TransportClosed):
         async with asyncio.timeout(PATIENCE), outbox.running(relay=True, listeners=[listener] * (part == "worker")):

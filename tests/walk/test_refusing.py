@@ -31,7 +31,7 @@ def invalid(messages: Sequence[Message]) -> Published:
 
 
 async def dead(outbox: Outbox) -> int:
-    return (await outbox.backlog()).dead
+    return (await outbox.backlog()).dead or 0
 
 
 async def refused(outbox: Outbox, count: int = 40) -> Process:

@@ -271,7 +271,7 @@ async def test_while_the_inbox_takes_no_entry_no_listener_is_called_and_no_attem
     async with outbox.running(listeners=[listener]):
         await transport.publish([Message(routing_key="order.created", body=b"1")])
         await eventually(
-            lambda: [told.where for told in watch.of(Troubled) if told.where == "session for q"] or watch.of(Handled)
+            lambda: any(told.where == "session for q" for told in watch.of(Troubled)) or bool(watch.of(Handled))
         )
         assert not watch.of(Handled) and handled.empty()
         await execute(outbox, f"ALTER TABLE {inbox}_away RENAME TO {inbox}")

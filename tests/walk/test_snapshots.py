@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -34,9 +34,11 @@ class Long:
     def __init__(self, effects: Effects, kind: str, **options: Any) -> None:
         self._effects = effects
         self.runs = 0
-        callback = {"async": self._awaited, "plain": self._plain, "list": self._many}[kind]
+        callbacks: dict[str, Callable[..., Any]] = {"async": self._awaited, "plain": self._plain, "list": self._many}
         batch = 10 if kind == "list" else None
-        self.listener = Listener("#", callback, queue="q", retry_delays=(), timeout=LIMIT, batch=batch, **options)
+        self.listener = Listener(
+            "#", callbacks[kind], queue="q", retry_delays=(), timeout=LIMIT, batch=batch, **options
+        )
 
     async def _awaited(self, body: int, session: AsyncSession) -> None:
         await self._many([body], session)

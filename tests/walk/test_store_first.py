@@ -372,7 +372,7 @@ async def test_what_is_not_stored_when_the_worker_stops_goes_back_to_the_broker(
     await outbox.create_tables()
     await transport.declare([listener])
     await transport.publish([order(1), order(2)])
-    outbox.store.queues.receive = _never  # type: ignore[method-assign]
+    outbox.store.queues.receive = _never  # type: ignore[assignment, method-assign]
     async with outbox.running(listeners=[listener]):
         await eventually(lambda: len(recorder.of(Troubled)) > 2 or recorder.of(Received))
         assert transport.waiting() == 0, "they are in the worker's hands"

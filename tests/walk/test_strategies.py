@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from datetime import timedelta
+from typing import Any
 
 import psycopg
 import pytest
@@ -49,7 +50,8 @@ async def test_a_timeout_may_depend_on_the_message(
     outbox = make_outbox(transport=transport, observers=[watch])
 
     def patience(message: Message) -> float | timedelta | None:
-        return {"hasty": 0.05, "patient": timedelta(minutes=5)}.get(message.key or "")
+        limits: dict[str, float | timedelta] = {"hasty": 0.05, "patient": timedelta(minutes=5)}
+        return limits.get(message.key or "")
 
     @listen("#", queue="q", timeout=patience, retry_delays=())
     async def listener(body: int) -> None:
@@ -381,7 +383,7 @@ async def test_some_messages_may_be_handled_as_another_role_with_just_the_rights
     engine = create_async_engine(other_role)
     users: dict[str, str] = {}
 
-    def factory(message: Message) -> object:
+    def factory(message: Message) -> Any:
         return {"url": other_role, "maker": async_sessionmaker(engine)}.get(message.key or "")
 
     @listen("#", queue="q", session_factory=factory, retry_delays=())
@@ -480,7 +482,7 @@ async def test_a_factory_that_gives_the_wrong_thing_is_a_failed_attempt(
 ) -> None:
     outbox = make_outbox(observers=[watch])
 
-    @listen("#", queue="q", session_factory=lambda: "no session", retry_delays=())
+    @listen("#", queue="q", session_factory=lambda: "no session", retry_delays=())  # type: ignore[arg-type]
     async def listener(body: int, session: AsyncSession) -> None: ...
 
     await emit(outbox, 1)
@@ -492,7 +494,7 @@ async def test_a_factory_that_gives_the_wrong_thing_is_a_failed_attempt(
 
 @pytest.mark.parametrize("options", [{"isolation_level": "SERIALIZABLE"}, {"session_factory": "sqlite:///x.db"}])
 async def test_options_of_a_session_that_nobody_asks_for_are_refused(
-    make_outbox: MakeOutbox, database_url: str, options: dict[str, str]
+    make_outbox: MakeOutbox, database_url: str, options: dict[str, Any]
 ) -> None:
     outbox = make_outbox()
 

@@ -454,5 +454,6 @@ async def test_a_listener_cannot_write_on_a_second_connection_of_its_session(
         outcomes = await watch.outcomes(2)
     await second.dispose()
     assert [type(outcome) for outcome in outcomes] == [RetryIn, Dead]
+    assert isinstance(outcomes[1], Dead)
     assert "two connections" in outcomes[1].error
     assert await count(engine, orders.name) == 0

@@ -72,6 +72,7 @@ async def test_a_second_outcome_changes_nothing(outbox: Outbox, listener: Listen
         outbox, [Listener("nothing", lambda body: None, queue="another")]
     )  # routes the message, and handles it not
     async with StoreSource(sql_store(outbox.store)).taken(listener) as delivery:
+        assert delivery is not None
         first = delivery.settle(RetryIn(timedelta(hours=1), "not now"))
         second = delivery.settle(Done())
         assert second.cancelled() and not first.done()

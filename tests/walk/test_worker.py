@@ -124,7 +124,7 @@ async def test_a_slow_listener_takes_no_more_than_it_needs(make_outbox: MakeOutb
     async with outbox.running(listeners=[slow]):
         await asyncio.wait_for(started.wait(), PATIENCE)
         await asyncio.sleep(0.2)
-        assert (await outbox.backlog()).leased <= 6
+        assert ((await outbox.backlog()).leased or 0) <= 6
         release.set()
 
 

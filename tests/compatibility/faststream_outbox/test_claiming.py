@@ -160,9 +160,8 @@ async def test_a_message_says_when_it_was_made_but_only_the_databases_clock_deci
         message = Message(routing_key="orders", body=b"%d" % years, created_at=wrong)
         statement, rows = outbox.store.writing.insert([message], NOW)
         async with outbox.transaction() as session:
-            await session.run_sync(
-                lambda plain, s=statement, r=rows: outbox.store.writing.write(plain.connection(), s, r)
-            )
+            connection = await session.connection()
+            await connection.run_sync(outbox.store.writing.write, statement, rows)
     await outbox.store.queues.route(10, {})
     async with outbox.store.feed.claim(Selection(limit=10, lease=LEASE, destination="orders")) as claim:
         assert bodies(claim) == [1, -1]
@@ -275,7 +274,7 @@ async def test_a_worker_holds_no_more_than_its_prefetch_count(make_outbox: MakeO
         await arrival(started)
         await arrival(started)
         for _ in range(20):
-            assert (await outbox.backlog()).leased <= 6
+            assert ((await outbox.backlog()).leased or 0) <= 6
         finish.set()
         await eventually(lambda: is_empty(outbox))
 

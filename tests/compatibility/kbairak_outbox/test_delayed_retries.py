@@ -17,6 +17,7 @@ from typing import Any
 import aio_pika
 import pytest
 from aio_pika.abc import AbstractChannel
+from pamqp.common import FieldTable
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from outbox import NEVER, Outbox, Reject, listen, tracking
@@ -197,7 +198,7 @@ async def test_messages_are_exchanged_with_services_of_the_projects_library(
     exchange = await channel.declare_exchange("outbox", aio_pika.ExchangeType.TOPIC, durable=True)
     theirs = await channel.declare_queue("theirs", durable=True)
     await theirs.bind(exchange, "order.*")
-    delays = {"x-message-ttl": 10_000, "x-dead-letter-exchange": "outbox", "x-queue-type": "quorum"}
+    delays: FieldTable = {"x-message-ttl": 10_000, "x-dead-letter-exchange": "outbox", "x-queue-type": "quorum"}
     await channel.declare_queue("outbox.delay_10s", durable=True, arguments=delays)
     async with outbox.running(relay=True, listeners=[ours]):
         shop = await channel.get_exchange("shop")

@@ -617,4 +617,5 @@ async def test_cpu_bound_work_can_be_handed_to_a_process_pool(outbox: Outbox) ->
 
         async with outbox.running(listeners=[process_image]):
             await emit_and_commit(outbox, "image.uploaded", b"pixel" * 1000)
-            assert zlib.decompress(await arrival(arrivals)) == b"pixel" * 1000
+            thumbnail = await arrival(arrivals)
+            assert zlib.decompress(thumbnail) == b"pixel" * 1000

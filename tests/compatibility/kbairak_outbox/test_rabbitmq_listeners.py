@@ -29,7 +29,7 @@ from tests.support.broker import VirtualHost
 from tests.support.observing import Recorder, arrival, eventually
 from tests.support.queues import bring_back, taken
 
-JOHN = {"id": 123, "username": "johndoe"}
+JOHN: dict[str, Any] = {"id": 123, "username": "johndoe"}
 MakeOutbox = Callable[..., Outbox]
 Arrivals = asyncio.Queue[Any]
 

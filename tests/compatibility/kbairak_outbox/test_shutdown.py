@@ -32,7 +32,7 @@ async def emit_and_commit(outbox: Outbox, number: int) -> None:
 
 
 async def leased(outbox: Outbox) -> int:
-    return (await outbox.backlog()).leased
+    return (await outbox.backlog()).leased or 0
 
 
 async def waiting_bodies(outbox: Outbox) -> list[bytes]:

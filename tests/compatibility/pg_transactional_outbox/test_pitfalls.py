@@ -256,7 +256,7 @@ async def test_case_4_the_message_is_acknowledged_and_the_shipment_cannot_be_sto
 async def taken_and_held(channel: AbstractChannel, queue: str) -> aio_pika.abc.AbstractIncomingMessage:
     """The next message of a queue, which the broker keeps until it is acknowledged."""
     found = await channel.get_queue(queue)
-    return await eventually(lambda: found.get(fail=False))  # type: ignore[arg-type, return-value]
+    return await eventually(lambda: found.get(fail=False))
 
 
 async def _waits(channel: AbstractChannel, queue: str) -> bool:
