@@ -6,7 +6,7 @@ import gc
 import itertools
 import os
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -25,11 +25,10 @@ from outbox import Outbox  # noqa: E402 - after pytest was told whose assertions
 from outbox.testing import servers  # noqa: E402
 from outbox.testing.servers import PgBouncer, Server, mariadb, postgresql  # noqa: E402
 from tests.support.broker import VirtualHost  # noqa: E402
-from tests.support.databases import url_on  # noqa: E402
+from tests.support.databases import DATABASES, url_on  # noqa: E402
 from tests.support.mariadb import statement  # noqa: E402
 from tests.support.observing import Recorder  # noqa: E402
-
-DATABASES = ("sqlite", "postgresql+asyncpg", "postgresql+psycopg", "mariadb+asyncmy")
+from tests.support.outboxes import MakeOutbox  # noqa: E402
 
 _numbers = itertools.count(1)
 
@@ -234,9 +233,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             counts[report.nodeid.split("::")[1].removeprefix("Test")] += 1
     for contract, count in sorted(counts.items()):
         terminalreporter.write_line(f"contract cases passed: {contract} {count}")
-
-
-MakeOutbox = Callable[..., Outbox]
 
 
 @pytest.fixture

@@ -6,19 +6,19 @@ import json
 from collections import Counter
 from typing import Any
 
-import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from outbox import Listener, Message, Outbox, Reason
 from outbox.core.message import MOST_IDS, check_message_ids
-from tests.conftest import MakeOutbox
 from tests.support.broker import VirtualHost
+from tests.support.databases import on_sqlite
 from tests.support.observing import Recorder, eventually
+from tests.support.outboxes import MakeOutbox
 
 from .amqp import header, properties, stranger
 
-pytestmark = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+pytestmark = on_sqlite
 
 BROKEN = "a\nb"
 HALF = '["\\ud800"]'  # half a character, as JSON names it

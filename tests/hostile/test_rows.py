@@ -24,11 +24,11 @@ from outbox.core.dead_letter import DeadLetter
 from outbox.core.events import Troubled
 from outbox.stores.rows import LARGEST
 from outbox.transports.http import HttpTransport
-from tests.conftest import MakeOutbox
 from tests.support.broker import VirtualHost
 from tests.support.commands import Command
 from tests.support.http_sink import Behaviour, Connection, HttpSink, Request, answer
 from tests.support.observing import Recorder, eventually
+from tests.support.outboxes import MakeOutbox
 
 from .rows import (
     COUNTS,

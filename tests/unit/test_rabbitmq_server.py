@@ -19,7 +19,7 @@ from outbox.testing.servers.ladder import installed
 from outbox.testing.servers.private_server import descendants
 from outbox.testing.servers.rabbitmq_server import RabbitMQ
 from tests.support.broker import VirtualHost
-from tests.unit.test_servers import LONG, wait_until_empty
+from tests.unit.folders import LONG, wait_until_empty
 
 QUORUM: FieldTable = {"x-queue-type": "quorum"}
 

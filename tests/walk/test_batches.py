@@ -19,8 +19,8 @@ from outbox import Listener, Message, Outbox, Reason, Reject, listen
 from outbox.core.attempt import Done, Released, RetryIn
 from outbox.core.events import Handled, LeaseWasLost, Troubled
 from outbox.testing import drain
-from tests.conftest import MakeOutbox
 from tests.support.observing import PATIENCE, Recorder, Statements, eventually
+from tests.support.outboxes import MakeOutbox
 
 LONG_LEASE = timedelta(minutes=5)
 LIMIT = 3.0  # seconds that one call exceeds and the next ones do not, whatever holds the machine up

@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -21,10 +21,10 @@ from outbox import Binding, Listener, Message, Outbox, listen
 from outbox.core.store import Selection, Wanted
 from outbox.inbound import concurrency
 from tests.support.observing import PATIENCE, eventually, let_leases_run_out
+from tests.support.outboxes import MakeOutbox, emit
 from tests.support.proxy import Link, Proxy
 
 ROOT = Path(__file__).parents[2]
-MakeOutbox = Callable[..., Outbox]
 
 LEASE = 1.0
 HOUR = timedelta(hours=1)
@@ -55,11 +55,6 @@ async def process(program: str, options: dict[str, Any]) -> AsyncIterator[asynci
         if started.returncode is None:
             started.kill()
         await started.wait()
-
-
-async def emit(outbox: Outbox, *bodies: object) -> None:
-    async with outbox.transaction() as session:
-        await outbox.emit_many(session, "order.created", list(bodies))
 
 
 async def test_what_a_killed_relay_had_in_flight_goes_out_together_and_delays_no_fresh_message(

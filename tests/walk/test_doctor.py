@@ -28,11 +28,10 @@ from outbox.stores.sqlite import examination as sqlite_examination
 from outbox.testing.servers import PostgreSQL
 from outbox.transports.memory import MemoryTransport
 from tests.support.commands import Command, until
+from tests.support.databases import on_postgresql
 from tests.support.observing import PATIENCE
+from tests.support.outboxes import MakeOutbox
 
-MakeOutbox = Callable[..., Outbox]
-
-POSTGRESQL = pytest.mark.parametrize("database_url", ["postgresql+asyncpg", "postgresql+psycopg"], indirect=True)
 LONG_AGO = -300.0  # seconds
 
 
@@ -528,7 +527,7 @@ async def test_a_database_in_memory_can_be_examined() -> None:
     await outbox.close()
 
 
-@POSTGRESQL
+@on_postgresql
 async def test_a_silent_database_ends_with_the_code_of_one_that_is_away(
     command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,9 +34,9 @@ from outbox.core.attempt import Done, Reason
 from outbox.core.events import Emitted
 from outbox.core.prepared import prepare
 from outbox.core.store import Selection
-from tests.conftest import MakeOutbox
 from tests.support.databases import url_on
 from tests.support.observing import Recorder, arrival
+from tests.support.outboxes import MakeOutbox
 
 from .drivers import DRIVERS
 from .driving import AsyncPsycopg, Django, Driving, Psycopg, Sqlite

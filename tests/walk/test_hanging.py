@@ -24,9 +24,9 @@ from outbox.outbound.publishing import Publisher
 from outbox.stores.claiming import SqlClaim
 from outbox.transports.function import FunctionTransport
 from outbox.transports.http import HttpTransport
-from tests.conftest import MakeOutbox
 from tests.support.http_sink import HttpSink, by_type, hang
 from tests.support.observing import Recorder, eventually
+from tests.support.outboxes import MakeOutbox
 
 LEASE = timedelta(minutes=1)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -14,10 +14,10 @@ from outbox import Listener, Message, Outbox
 from outbox.core.cloudevents import binary as write
 from outbox.core.events import Received
 from tests.support.observing import Recorder, arrival
+from tests.support.outboxes import MakeOutbox
 from tests.support.sending import BATCHED, STRUCTURED, attributes, batched, binary, serving, signed, structured, webhook
 from tests.support.sending import Message as Sent
 
-MakeOutbox = Callable[..., Outbox]
 Arrivals = asyncio.Queue[tuple[Any, Message]]
 
 SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"

@@ -17,8 +17,8 @@ from outbox.core.attempt import Dead, Done, Released
 from outbox.core.events import CleanedUp, Handled
 from outbox.outbound import cleanup
 from outbox.outbound.cleanup import Cleanup
-from tests.conftest import MakeOutbox
 from tests.support.observing import Recorder, eventually
+from tests.support.outboxes import MakeOutbox
 from tests.support.proxy import Link, Proxy
 
 COPIES = 10

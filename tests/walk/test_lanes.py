@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
 from contextvars import ContextVar
 from datetime import datetime
 
 import pytest
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from outbox import Message, Outbox, listen
+from outbox import Message, listen
 from outbox.core.events import Handled, LeaseWasLost
 from tests.support.observing import PATIENCE
+from tests.support.outboxes import MakeOutbox, emit
 
-from .strategies import Effects, Watch, emit, reached
-
-MakeOutbox = Callable[..., Outbox]
+from .strategies import Effects, Watch, reached
 
 TRANSPORTS = (None, "memory://")
 

@@ -20,8 +20,8 @@ from outbox.stores.postgresql import PostgresqlStore, connection, wakeup
 from outbox.stores.postgresql.connection import DirectConnection, Line
 from outbox.stores.postgresql.wakeup import Notifier
 from outbox.stores.rows import placed_row
+from tests.support.observing import PATIENCE
 from tests.walk.cutting import connections_taken
-from tests.walk.test_worker import PATIENCE
 
 LEASE = timedelta(seconds=60)
 

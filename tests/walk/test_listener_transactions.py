@@ -18,14 +18,13 @@ from outbox import ConfigurationError, Listener, Outbox, Reason, TransactionErro
 from outbox.core.attempt import Dead, Done, RetryIn
 from outbox.core.events import Handled, Troubled
 from tests.support.broker import VirtualHost
+from tests.support.databases import on_asyncpg
 from tests.support.observing import Statements, eventually
+from tests.support.outboxes import MakeOutbox, emit
 
-from .strategies import Effects, Watch, emit
-
-MakeOutbox = Callable[..., Outbox]
+from .strategies import Effects, Watch
 
 MEMORY = "memory://"
-ONE_DRIVER = pytest.mark.parametrize("database_url", ["postgresql+asyncpg"], indirect=True)
 
 
 @pytest.fixture
@@ -91,7 +90,7 @@ async def test_a_listener_that_swallows_a_database_error_has_failed(
     assert {letter.queue for letter in await outbox.dead_letters.list()} == set(outcomes)
 
 
-@ONE_DRIVER
+@on_asyncpg
 async def test_a_swallowed_database_error_is_not_acknowledged_to_rabbitmq(
     make_outbox: MakeOutbox, watch: Watch, effects: Effects, vhost: VirtualHost
 ) -> None:
@@ -193,7 +192,7 @@ async def test_an_error_on_the_drivers_own_connection_that_is_swallowed_has_fail
     assert await effects.all() == []
 
 
-@ONE_DRIVER
+@on_asyncpg
 async def test_a_listener_of_which_no_statement_failed_costs_no_further_one(
     make_outbox: MakeOutbox, watch: Watch, effects: Effects
 ) -> None:
@@ -611,7 +610,7 @@ async def test_sessions_of_a_factory_in_autocommit_are_refused_and_no_message_is
     plain_engine.dispose()
 
 
-@ONE_DRIVER
+@on_asyncpg
 async def test_a_scoped_session_can_be_used_again_after_a_listener(
     make_outbox: MakeOutbox, watch: Watch, effects: Effects, database_url: str
 ) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -23,8 +23,8 @@ from outbox.stores.mysql.runner import MysqlRunner
 from outbox.testing.sql import sql_store
 from outbox.testing.store.cases import LEASE, claimed, emit, message, queued
 from tests.support.commands import SOON, Command, until
+from tests.support.outboxes import MakeOutbox
 
-MakeOutbox = Callable[..., Outbox]
 AT_ONCE = 8.0  # seconds: less than a statement of ours waits for a lock
 
 BOTH_NAMES = pytest.mark.parametrize("database_url", ["mariadb+asyncmy", "mysql+asyncmy"], indirect=True)

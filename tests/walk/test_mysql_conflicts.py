@@ -20,8 +20,9 @@ from outbox.core.events import Conflicted, Handled
 from outbox.testing.servers import MariaDB
 from tests.support.mariadb import arguments, statement
 from tests.support.observing import eventually
+from tests.support.outboxes import emit
 
-from .strategies import Effects, Watch, emit, reached
+from .strategies import Effects, Watch, reached
 
 
 class Foreign:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import signal
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
 from datetime import timedelta
 from urllib.parse import urlsplit
@@ -21,10 +21,9 @@ from outbox import ConfigurationError, Message, Outbox, Reject, listen
 from outbox.stores.postgresql.connection import UNPREPARED
 from outbox.testing.servers import PgBouncer
 from tests.support.commands import Command, until
+from tests.support.outboxes import MakeOutbox
 
 from .shops import Shop, effects, emptied, no_surprises
-
-MakeOutbox = Callable[..., Outbox]
 
 POOL_SIZE = 3
 SOON = 60.0  # seconds

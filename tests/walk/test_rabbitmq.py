@@ -26,8 +26,9 @@ from outbox.core.transport import Defaults
 from outbox.observers.logging import LoggingObserver
 from outbox.testing.servers import RabbitMQ
 from outbox.transports.rabbitmq import RabbitmqTransport
-from tests.conftest import MakeOutbox
+from tests.support.databases import on_sqlite
 from tests.support.observing import PATIENCE, Recorder, arrival, eventually
+from tests.support.outboxes import MakeOutbox, emit
 
 ROOT = Path(__file__).parents[2]
 LARGEST_MESSAGE = 500_000  # bytes that the broker takes; a frame has 131 072
@@ -67,11 +68,6 @@ def listener(arrivals: Arrivals) -> Listener:
     return Listener("order.*", on_order, queue="orders")
 
 
-async def emit(outbox: Outbox, *orders: object, routing_key: str = "order.created") -> None:
-    async with outbox.transaction() as session:
-        await outbox.emit_many(session, routing_key, orders)
-
-
 async def all_of(arrivals: Arrivals, *wanted: Any) -> None:
     """Until all of these orders have come; some may come twice, and earlier ones again."""
     missing = set(wanted)
@@ -105,10 +101,7 @@ async def shop(
         yield outbox
 
 
-one_database = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
-
-
-@one_database
+@on_sqlite
 @pytest.mark.parametrize("end", [RabbitMQ.kill, RabbitMQ.stop], ids=["killed", "stopped"])
 async def test_work_goes_on_when_the_broker_is_back(
     shop: Outbox,
@@ -129,7 +122,7 @@ async def test_work_goes_on_when_the_broker_is_back(
     assert all(event.attempt.attempt_count == 1 for event in recorder.of(Relayed))  # being away burns no attempt
 
 
-@one_database
+@on_sqlite
 async def test_work_goes_on_after_the_broker_closed_every_connection(
     shop: Outbox, broker: RabbitMQ, arrivals: Arrivals, recorder: Recorder
 ) -> None:
@@ -139,7 +132,7 @@ async def test_work_goes_on_after_the_broker_closed_every_connection(
     await all_of(arrivals, "second")
 
 
-@one_database
+@on_sqlite
 @pytest.mark.parametrize("takes", ["single", "lists"])
 async def test_what_a_busy_worker_could_not_acknowledge_before_a_cut_is_no_lost_lease(
     make_shop: MakeOutbox, broker: RabbitMQ, recorder: Recorder, caplog: pytest.LogCaptureFixture, takes: str
@@ -178,7 +171,7 @@ async def test_what_a_busy_worker_could_not_acknowledge_before_a_cut_is_no_lost_
     assert "; again in " in begins and " works again after " in ends
 
 
-@one_database
+@on_sqlite
 async def test_a_queue_that_was_deleted_is_made_again(
     shop: Outbox, broker: RabbitMQ, arrivals: Arrivals, recorder: Recorder, table_name: str
 ) -> None:
@@ -187,7 +180,7 @@ async def test_a_queue_that_was_deleted_is_made_again(
     assert await arrival(arrivals) == "second"
 
 
-@one_database
+@on_sqlite
 async def test_a_broker_with_an_alarm_is_waited_for(
     shop: Outbox, broker: RabbitMQ, arrivals: Arrivals, recorder: Recorder
 ) -> None:
@@ -243,7 +236,7 @@ async def test_a_message_that_the_broker_cannot_take_fails_alone(
     await transport.close()
 
 
-@one_database
+@on_sqlite
 async def test_a_message_that_no_queue_is_bound_to_is_kept_until_one_is(
     make_shop: MakeOutbox, listener: Listener, arrivals: Arrivals, recorder: Recorder
 ) -> None:

@@ -13,9 +13,9 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from outbox import Message, Outbox, Reason, listen
 from outbox.core.attempt import Dead, Done
 from outbox.core.events import Handled
-from tests.conftest import MakeOutbox
 from tests.support.broker import VirtualHost
 from tests.support.observing import Recorder, eventually
+from tests.support.outboxes import MakeOutbox
 
 COUNT, COPIES = 300, 100
 FAILS_ONCE, POISON = 7, 13

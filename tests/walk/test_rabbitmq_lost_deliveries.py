@@ -12,15 +12,14 @@ import pytest
 
 from outbox import Listener, Outbox
 from outbox.core.events import Handled, Troubled, Unsettled
-from tests.conftest import MakeOutbox
 from tests.support.broker import VirtualHost
+from tests.support.databases import on_sqlite
 from tests.support.observing import PATIENCE, Recorder, eventually
+from tests.support.outboxes import MakeOutbox
 from tests.support.proxy import Link, Proxy
 
 CUTS = 22  # RabbitMQ 4 dead-letters a message after 21, where nobody has told it otherwise
 CONSUMER_TIMEOUT = 3.0  # seconds
-
-one_database = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 
 
 @pytest.fixture
@@ -50,7 +49,7 @@ async def emit(outbox: Outbox) -> None:
         await outbox.emit(session, "order.created", {"id": 1})
 
 
-@one_database
+@on_sqlite
 async def test_a_listener_that_hangs_through_many_lost_connections_is_handled_in_the_end(
     make_outbox: MakeOutbox, vhost: VirtualHost, link: Link, recorder: Recorder
 ) -> None:
@@ -81,7 +80,7 @@ async def test_a_listener_that_hangs_through_many_lost_connections_is_handled_in
     assert (attempt.attempt_count, attempt.crash_count, attempt.isolated) == (1, 0, False)
 
 
-@one_database
+@on_sqlite
 async def test_a_thread_whose_connection_is_lost_again_and_again_runs_once_at_a_time(
     make_outbox: MakeOutbox, vhost: VirtualHost, link: Link, recorder: Recorder
 ) -> None:
@@ -110,7 +109,7 @@ async def test_a_thread_whose_connection_is_lost_again_and_again_runs_once_at_a_
     assert (starts, most_at_work, handled.attempt.crash_count) == (2, 1, 0)
 
 
-@one_database
+@on_sqlite
 async def test_a_consumer_timeout_is_told_as_one_and_costs_no_slot_and_no_attempt(
     make_outbox: MakeOutbox, vhost: VirtualHost, recorder: Recorder
 ) -> None:

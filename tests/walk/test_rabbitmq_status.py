@@ -21,9 +21,9 @@ from outbox import Listener, Outbox, Reject
 from outbox.cli.exits import ExitCode
 from outbox.core.events import Relayed
 from outbox.testing.servers import RabbitMQ
-from tests.conftest import MakeOutbox
 from tests.support.commands import Command, until
 from tests.support.observing import Recorder, Statements, arrival, eventually
+from tests.support.outboxes import MakeOutbox
 
 BACK_WITHIN = 3 * 5.0  # seconds after the broker's return; 5 are promised
 

@@ -18,8 +18,8 @@ from outbox.core.errors import ConfigurationError
 from outbox.testing.servers import RabbitMQ
 from outbox.transports.rabbitmq import RabbitmqTransport
 from outbox.transports.rabbitmq.management import ManagementAway, see
-from tests.conftest import MakeOutbox
 from tests.support.observing import arrival
+from tests.support.outboxes import MakeOutbox
 
 from .certificates import make_certificates
 

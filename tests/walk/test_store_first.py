@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -22,8 +21,8 @@ from outbox.testing.draining import drain
 from outbox.transports.memory import MemoryDelivery, MemoryTransport
 from tests.support.commands import Command
 from tests.support.observing import Recorder, arrival, eventually, let_leases_run_out
+from tests.support.outboxes import MakeOutbox
 
-MakeOutbox = Callable[..., Outbox]
 Arrivals = asyncio.Queue[Any]
 
 UNSTORABLE = "lone surrogate: \ud800"

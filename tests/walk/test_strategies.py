@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from datetime import timedelta
 from typing import Any
 
@@ -18,14 +18,13 @@ from outbox import NEVER, ConfigurationError, Message, Outbox, listen
 from outbox.core.attempt import Dead, Done, RetryIn
 from outbox.core.events import Conflicted, Handled
 from outbox.inbound import reruns
+from tests.support.databases import on_postgresql
 from tests.support.observing import PATIENCE
+from tests.support.outboxes import MakeOutbox, emit
 
-from .strategies import Effects, Watch, emit, reached
-
-MakeOutbox = Callable[..., Outbox]
+from .strategies import Effects, Watch, reached
 
 LIMIT = 3.0  # seconds that one listener exceeds and the next one does not, whatever holds the machine up
-POSTGRESQL = pytest.mark.parametrize("database_url", ["postgresql+asyncpg", "postgresql+psycopg"], indirect=True)
 
 
 @pytest.fixture(params=[None, "memory://"], ids=["database", "memory"])
@@ -91,7 +90,7 @@ async def test_a_limit_beyond_the_lease_is_refused_for_one_message_too(make_outb
     assert isinstance(outcome, Dead) and "timeout=20 s is not shorter than its lease of 10 s" in outcome.error
 
 
-@POSTGRESQL
+@on_postgresql
 async def test_a_statement_that_outlasts_the_timeout_ends_on_the_server_and_its_connection_with_it(
     make_outbox: MakeOutbox, watch: Watch, effects: Effects, transport: str | None, database_url: str
 ) -> None:
@@ -180,7 +179,7 @@ async def test_a_thread_that_outlasts_its_timeout_keeps_its_place_and_commits_no
 # Isolation.
 
 
-@POSTGRESQL
+@on_postgresql
 async def test_an_isolation_level_may_depend_on_the_message(
     make_outbox: MakeOutbox, watch: Watch, transport: str | None
 ) -> None:
@@ -259,7 +258,7 @@ async def test_transactions_that_collide_are_run_again_and_burn_no_attempt(
         assert len(watch.of(Conflicted)) > len([each for each in watch.of(Handled) if each.error is not None])
 
 
-@POSTGRESQL
+@on_postgresql
 async def test_collisions_have_a_count_of_their_own_and_then_the_attempt_has_failed(
     make_outbox: MakeOutbox, watch: Watch, effects: Effects, transport: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,7 +283,7 @@ async def test_collisions_have_a_count_of_their_own_and_then_the_attempt_has_fai
     assert await effects.all() == ["run 5"]
 
 
-@POSTGRESQL
+@on_postgresql
 async def test_a_list_that_collides_is_run_again_with_bodies_of_its_own(
     make_outbox: MakeOutbox, watch: Watch, effects: Effects, transport: str | None
 ) -> None:
@@ -308,7 +307,7 @@ async def test_a_list_that_collides_is_run_again_with_bodies_of_its_own(
     assert await effects.all() == ["once"] * 3
 
 
-@POSTGRESQL
+@on_postgresql
 async def test_a_copy_that_collides_with_the_inbox_entry_of_another_skips(
     make_outbox: MakeOutbox, watch: Watch, effects: Effects
 ) -> None:
@@ -375,7 +374,7 @@ async def other_role(outbox: Outbox, effects: Effects, database_url: str, table_
     await asyncio.to_thread(on_server, database_url, f"DROP OWNED BY {role}; DROP ROLE {role}")
 
 
-@POSTGRESQL
+@on_postgresql
 async def test_some_messages_may_be_handled_as_another_role_with_just_the_rights_it_needs(
     make_outbox: MakeOutbox, watch: Watch, effects: Effects, transport: str | None, other_role: str
 ) -> None:
@@ -413,7 +412,7 @@ async def test_some_messages_may_be_handled_as_another_role_with_just_the_rights
     assert sorted(await effects.all()) == ["maker", "url", "usual"]
 
 
-@POSTGRESQL
+@on_postgresql
 async def test_another_role_needs_other_rights_where_messages_are_kept(
     make_outbox: MakeOutbox, watch: Watch, other_role: str, database_url: str
 ) -> None:
@@ -431,7 +430,7 @@ async def test_another_role_needs_other_rights_where_messages_are_kept(
         assert await watch.outcomes(1) == [Done(in_transaction=True)]
 
 
-@POSTGRESQL
+@on_postgresql
 async def test_engines_that_were_made_for_a_listener_are_closed_with_the_outbox(
     make_outbox: MakeOutbox, watch: Watch, other_role: str, database_url: str
 ) -> None:
@@ -505,7 +504,7 @@ async def test_options_of_a_session_that_nobody_asks_for_are_refused(
         await outbox.worker([listener])
 
 
-@POSTGRESQL
+@on_postgresql
 async def test_a_factory_for_another_kind_of_database_is_refused(make_outbox: MakeOutbox) -> None:
     outbox = make_outbox()
 

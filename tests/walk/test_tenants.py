@@ -19,8 +19,8 @@ from outbox.core.attempt import Dead, Done, RetryIn
 from outbox.core.events import LeaseWasLost
 from outbox.inbound import inbox
 from outbox.testing import emitted
-from tests.conftest import MakeOutbox
-from tests.walk.strategies import Watch, emit
+from tests.support.outboxes import MakeOutbox, emit
+from tests.walk.strategies import Watch
 
 
 @pytest.fixture

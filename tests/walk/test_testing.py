@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -35,12 +34,9 @@ from outbox.core.transport import Features
 from outbox.sqlite import prepare
 from outbox.testing import Drained, Emission, NotDrained, advance, drain, emitted, emitted_sync
 from outbox.transports.memory import MemoryTransport
-from tests.support.databases import url_on
+from tests.support.databases import DATABASES, url_on
 from tests.support.observing import Recorder
-
-from ..conftest import DATABASES
-
-MakeOutbox = Callable[..., Outbox]
+from tests.support.outboxes import MakeOutbox
 
 MINUTE = timedelta(minutes=1)
 QUICKLY = 30.0  # seconds, on a machine that may stall: less than any delay, and than any wait for a database

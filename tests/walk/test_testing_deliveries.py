@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import timedelta
 
 from sqlalchemy import text
@@ -14,10 +13,9 @@ from outbox.core.events import Handled, LeaseWasLost
 from outbox.testing import Drained, drain
 from outbox.testing.sources import StoreSource
 from outbox.testing.sql import sql_store
+from tests.support.outboxes import MakeOutbox, emit
 
-from .strategies import Effects, Watch, emit
-
-MakeOutbox = Callable[..., Outbox]
+from .strategies import Effects, Watch
 
 
 async def test_on_error_commits_together_with_the_end_of_the_attempt(

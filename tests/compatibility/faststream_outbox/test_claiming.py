@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections import Counter
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -24,11 +23,11 @@ from outbox.core.attempt import Done, RetryIn
 from outbox.core.events import Handled, Routed
 from outbox.core.message import NOW
 from outbox.core.store import Selection
-from tests.compatibility.databases import on_every_driver, on_postgresql, on_sqlite
+from tests.support.databases import on_every_driver, on_postgresql, on_sqlite
 from tests.support.observing import PATIENCE, Recorder, Statements, arrival, eventually, let_leases_run_out
+from tests.support.outboxes import MakeOutbox
 from tests.support.program import program
 
-MakeOutbox = Callable[..., Outbox]
 LEASE = timedelta(seconds=30)
 
 

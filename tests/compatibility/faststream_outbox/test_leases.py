@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -22,10 +21,10 @@ from outbox.core.attempt import Dead, Done, Outcome, Reason, Released, RetryIn
 from outbox.core.events import Handled, LeaseWasLost
 from outbox.core.store import Selection, Suspected
 from outbox.observers.logging import LoggingObserver
-from tests.compatibility.databases import on_every_driver, on_sqlite
+from tests.support.databases import on_every_driver, on_sqlite
 from tests.support.observing import PATIENCE, Recorder, arrival, eventually, let_leases_run_out
+from tests.support.outboxes import MakeOutbox
 
-MakeOutbox = Callable[..., Outbox]
 LEASE = timedelta(seconds=30)
 RENEWED = 10.0  # seconds of a lease whose renewal is waited for: a third of it, and the rest is for slow machines
 OUTCOMES: list[Outcome] = [

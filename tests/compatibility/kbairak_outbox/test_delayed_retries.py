@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
@@ -23,14 +22,14 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from outbox import NEVER, Outbox, Reject, listen, tracking
 from outbox.core.attempt import Dead, Done, RetryIn
 from outbox.core.events import Handled, Relayed
-from tests.compatibility.databases import on_both_stores, on_sqlite
 from tests.support.broker import VirtualHost
+from tests.support.databases import on_both_stores, on_sqlite
 from tests.support.observing import Recorder, arrival, eventually
+from tests.support.outboxes import MakeOutbox
 from tests.support.queues import bring_back, is_empty, taken
 
 ORDER = {"id": 7}
 DELAYS = (0.02, 0.05, 0.15)
-MakeOutbox = Callable[..., Outbox]
 Arrivals = asyncio.Queue[Any]
 
 

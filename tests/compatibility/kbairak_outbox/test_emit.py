@@ -10,7 +10,7 @@ import dataclasses
 import datetime
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -41,11 +41,11 @@ from outbox import (
 )
 from outbox.core.store import Selection
 from outbox.sqlite import prepare
-from tests.compatibility.databases import ASYNCPG, on_every_driver, on_sqlite
+from tests.support.databases import ASYNCPG, on_every_driver, on_sqlite
 from tests.support.observing import PATIENCE, Statements, arrival, routing_keys
+from tests.support.outboxes import MakeOutbox
 
 JOHN = {"id": 123, "username": "johndoe"}
-MakeOutbox = Callable[..., Outbox]
 
 
 class Profile(BaseModel):

@@ -23,11 +23,11 @@ from sqlalchemy.orm import Session
 import outbox as library
 from outbox import ConfigurationError, Listener, Message, Outbox, get_tracking_ids, listen, tracking
 from outbox.core.events import Handled
-from tests.compatibility.databases import on_every_driver, on_sqlite
+from tests.support.databases import on_every_driver, on_sqlite
 from tests.support.observing import Recorder, arrival, eventually
+from tests.support.outboxes import MakeOutbox
 
 JOHN = {"id": 123, "username": "johndoe"}
-MakeOutbox = Callable[..., Outbox]
 
 
 class User(BaseModel):

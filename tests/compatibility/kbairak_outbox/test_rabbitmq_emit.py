@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import datetime
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -19,12 +18,12 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 
 from outbox import IMMEDIATELY, NEVER, Listener, Message, Outbox, listen
 from outbox.core.events import CleanedUp, Handled, Relayed
-from tests.compatibility.databases import on_both_stores, on_sqlite
+from tests.support.databases import on_both_stores, on_sqlite
 from tests.support.observing import Recorder, arrival, eventually, routing_keys
+from tests.support.outboxes import MakeOutbox
 from tests.support.queues import EXPIRES_AT, bring_back, is_empty, make_older, older, taken
 
 JOHN = {"id": 123, "username": "johndoe"}
-MakeOutbox = Callable[..., Outbox]
 Arrivals = asyncio.Queue[Any]
 
 

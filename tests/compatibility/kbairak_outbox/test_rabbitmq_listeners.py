@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import zlib
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import Any
@@ -24,13 +23,13 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 import outbox as library
 from outbox import Listener, Message, Outbox, get_tracking_ids, listen
 from outbox.core.events import Handled
-from tests.compatibility.databases import on_both_stores, on_sqlite
 from tests.support.broker import VirtualHost
+from tests.support.databases import on_both_stores, on_sqlite
 from tests.support.observing import Recorder, arrival, eventually
+from tests.support.outboxes import MakeOutbox
 from tests.support.queues import bring_back, taken
 
 JOHN: dict[str, Any] = {"id": 123, "username": "johndoe"}
-MakeOutbox = Callable[..., Outbox]
 Arrivals = asyncio.Queue[Any]
 
 

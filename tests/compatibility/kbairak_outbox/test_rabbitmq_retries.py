@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -19,14 +18,14 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from outbox import Outbox, Reject, listen
 from outbox.core.attempt import Done, RetryIn
 from outbox.core.events import Handled
-from tests.compatibility.databases import on_both_stores, on_sqlite
 from tests.support.broker import VirtualHost
+from tests.support.databases import on_both_stores, on_sqlite
 from tests.support.observing import Recorder, arrival
+from tests.support.outboxes import MakeOutbox
 from tests.support.queues import bring_back, is_empty, taken
 
 JOHN = {"id": 123, "username": "johndoe"}
 DELAYS = (0.05, 0.1, 0.02, 0.08)
-MakeOutbox = Callable[..., Outbox]
 Arrivals = asyncio.Queue[Any]
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,14 +20,14 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engin
 import outbox as library
 from outbox import ConfigurationError, Listener, Message, Outbox, Reject, TransportMismatch, emit, listen, setup
 from outbox.core.events import Handled, Relayed
-from tests.compatibility.databases import ASYNCPG, SQLITE, on_both_stores, on_sqlite
 from tests.support.broker import VirtualHost
+from tests.support.databases import ASYNCPG, SQLITE, on_both_stores, on_sqlite
 from tests.support.observing import Recorder, arrival, eventually
+from tests.support.outboxes import MakeOutbox
 from tests.support.program import program
 from tests.support.queues import taken
 
 JOHN = {"id": 123, "username": "johndoe"}
-MakeOutbox = Callable[..., Outbox]
 Arrivals = asyncio.Queue[Any]
 
 

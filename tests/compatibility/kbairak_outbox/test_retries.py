@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from itertools import pairwise
 from typing import Any
@@ -20,12 +19,12 @@ from outbox import ConfigurationError, Message, Outbox, Reject, RetryPolicy, Tim
 from outbox.core.attempt import Dead, Done, RetryIn
 from outbox.core.events import CleanedUp, Handled
 from outbox.observers.logging import LoggingObserver
-from tests.compatibility.databases import on_every_driver, on_sqlite
+from tests.support.databases import on_every_driver, on_sqlite
 from tests.support.observing import Recorder, arrival, eventually
+from tests.support.outboxes import MakeOutbox
 
 JOHN = {"id": 123, "username": "johndoe"}
 DELAYS = (0.05, 0.1, 0.02, 0.08)
-MakeOutbox = Callable[..., Outbox]
 
 
 async def emit_and_commit(outbox: Outbox, routing_key: str = "user.created", **options: Any) -> None:

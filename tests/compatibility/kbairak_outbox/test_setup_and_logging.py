@@ -9,7 +9,6 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -34,12 +33,12 @@ from outbox import (
 )
 from outbox.core.events import CleanedUp, Handled, Relayed
 from outbox.observers.logging import LoggingObserver
-from tests.compatibility.databases import on_postgresql, on_sqlite
+from tests.support.databases import on_postgresql, on_sqlite
 from tests.support.observing import Recorder, arrival, eventually, routing_keys
+from tests.support.outboxes import MakeOutbox
 from tests.support.program import program
 
 JOHN = {"id": 123, "username": "johndoe"}
-MakeOutbox = Callable[..., Outbox]
 
 
 class User(BaseModel):

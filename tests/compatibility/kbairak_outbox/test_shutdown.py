@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,11 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from outbox import Message, Outbox, listen
 from outbox.core.events import Handled, Stopped
 from outbox.outbound.relay import SIDE_BY_SIDE
-from tests.compatibility.databases import on_every_driver, on_sqlite
+from tests.support.databases import on_every_driver, on_sqlite
 from tests.support.observing import PATIENCE, Recorder, arrival, eventually
+from tests.support.outboxes import MakeOutbox
 from tests.support.program import program
 
-MakeOutbox = Callable[..., Outbox]
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
 
 

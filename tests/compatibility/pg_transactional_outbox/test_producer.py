@@ -22,13 +22,13 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from outbox import Message, Outbox
 from outbox.core.attempt import Done, RetryIn
 from outbox.core.events import LeaseWasLost, Relayed
-from tests.compatibility.databases import on_every_driver, on_postgresql, on_sqlite
 from tests.compatibility.pg_transactional_outbox.movies import MOVIE_CREATED, Shelf, is_done, tell
+from tests.support.databases import on_every_driver, on_postgresql, on_sqlite
 from tests.support.logins import login
 from tests.support.observing import PATIENCE, Recorder, arrival, eventually, let_leases_run_out
+from tests.support.outboxes import MakeOutbox
 from tests.support.queues import taken
 
-MakeOutbox = Callable[..., Outbox]
 Arrivals = asyncio.Queue[Message]
 
 
