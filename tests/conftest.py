@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 import os
-from collections import Counter
 from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from outbox import Outbox  # noqa: E402 - after pytest was told whose assertions
 from outbox.testing import servers  # noqa: E402
 from outbox.testing.servers import PgBouncer, Server, mariadb, postgresql  # noqa: E402
 from tests.support.broker import VirtualHost  # noqa: E402
+from tests.support.contracts import told  # noqa: E402
 from tests.support.databases import DATABASES, url_on  # noqa: E402
 from tests.support.mariadb import statement  # noqa: E402
 from tests.support.observing import Recorder  # noqa: E402
@@ -227,12 +227,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say how many cases of each contract ran: a contract that shrinks is a promise that went missing."""
-    counts: Counter[str] = Counter()
-    for report in terminalreporter.stats.get("passed", []):
-        if "tests/contract/" in report.nodeid:
-            counts[report.nodeid.split("::")[1].removeprefix("Test")] += 1
-    for contract, count in sorted(counts.items()):
-        terminalreporter.write_line(f"contract cases passed: {contract} {count}")
+    for line in told(terminalreporter.stats):
+        terminalreporter.write_line(line)
 
 
 @pytest.fixture

@@ -118,10 +118,19 @@ class ClaimingCases(StoreCases):
         """Nothing is skipped: no position over ids or times."""
         async with engine.connect() as late:
             await write(late, store, *store.writing.insert([message(body=b"late")], NOW))
-            if self.writes_side_by_side:
-                await emit(engine, store, message(body=b"early"))
-                assert (await settled(store, Done(), None)).message.body == b"early"
             assert await claimed(store, destination=None) == []
+            await late.commit()
+        assert (await settled(store, Done(), None)).message.body == b"late"
+
+    async def test_a_message_committed_late_holds_up_no_other_and_is_not_passed_by(
+        self, engine: AsyncEngine, store: Store
+    ) -> None:
+        if not self.writes_side_by_side:
+            pytest.skip("writes_side_by_side=False: one transaction writes after the other")
+        async with engine.connect() as late:
+            await write(late, store, *store.writing.insert([message(body=b"late")], NOW))
+            await emit(engine, store, message(body=b"early"))
+            assert (await settled(store, Done(), None)).message.body == b"early"
             await late.commit()
         assert (await settled(store, Done(), None)).message.body == b"late"
 

@@ -56,7 +56,7 @@ class KeepingCases(StoreCases):
     ) -> None:
         """Two stores share nothing but the database, as two processes do."""
         if not self.wakes_other_processes:
-            pytest.skip("other processes poll")
+            pytest.skip("wakes_other_processes=False: they find it when they look next")
         other = make_store()
         await emit(engine, other, message())  # tables and connections are warm
         await settled(other, Done(), None)
