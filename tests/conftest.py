@@ -27,6 +27,7 @@ from tests.support.broker import VirtualHost  # noqa: E402
 from tests.support.contracts import told  # noqa: E402
 from tests.support.databases import DATABASES, url_on  # noqa: E402
 from tests.support.mariadb import statement  # noqa: E402
+from tests.support.needs import needs_server  # noqa: E402
 from tests.support.observing import Recorder  # noqa: E402
 from tests.support.outboxes import MakeOutbox  # noqa: E402
 
@@ -105,6 +106,7 @@ def table_name() -> str:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--sqlalchemy", help="run only on this version of SQLAlchemy, or one that begins like it")
+    parser.addoption("--no-servers", action="store_true", help="leave out what speaks to a server, or starts one")
     parser.addoption("--every-driver", action="store_true", help="run what lies above the drivers on each of them, too")
 
 
@@ -214,15 +216,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     tiers = ("chaos", "walk", "hostile", "contract", "docs", "compatibility", "typing", "model", "amqp", "unit")
     folder = Path(__file__).parent
     items.sort(key=lambda item: tiers.index(item.path.relative_to(folder).parts[0]))
+    left_out: set[pytest.Item] = set()
     if not config.getoption("--every-driver"):
-        again = {
+        left_out |= {
             item
             for item in items
             if ("psycopg" in item.name and _file(item) in ABOVE_THE_DRIVERS)
             or (_is_one_of_all(item) and "mariadb+" in item.name and _file(item) not in ON_MARIADB)
         }
-        config.hook.pytest_deselected(items=list(again))
-        items[:] = [item for item in items if item not in again]
+    if config.getoption("--no-servers"):
+        left_out |= {item for item in items if needs_server(item)}
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -21,6 +21,8 @@ from outbox.testing.servers.rabbitmq_server import RabbitMQ
 from tests.support.broker import VirtualHost
 from tests.unit.folders import LONG, wait_until_empty
 
+pytestmark = pytest.mark.servers
+
 QUORUM: FieldTable = {"x-queue-type": "quorum"}
 
 

