@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
 
 import pytest
 from sqlalchemy import make_url
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from outbox.core.durations import IMMEDIATELY
 from outbox.core.store import Store
 from outbox.stores.postgresql import PostgresqlStore
-from outbox.stores.tables import Tables
 from outbox.testing.servers import PgBouncer
 from outbox.testing.store.cases import SOON, MakeStore, claimed, emit, message
 from outbox.testing.store_contract import StoreContract
+
+from .stores import making
 
 
 class TestPooledStores(StoreContract):
@@ -30,15 +29,8 @@ class TestPooledStores(StoreContract):
 
     @pytest.fixture
     async def make_store(self, engine: AsyncEngine, table_name: str) -> AsyncIterator[MakeStore]:
-        made: list[Store] = []
-
-        def make(clean_up_after: Any = IMMEDIATELY) -> Store:
-            made.append(PostgresqlStore(Tables.named(table_name), engine, clean_up_after))
-            return made[-1]
-
-        yield make
-        for store in made:
-            await store.close()
+        async with making(PostgresqlStore, engine, table_name) as make_store:
+            yield make_store
 
     async def test_what_another_process_has_stored_is_found_at_the_next_look(
         self, engine: AsyncEngine, store: Store, make_store: MakeStore

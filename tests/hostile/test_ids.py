@@ -17,6 +17,7 @@ from tests.support.observing import Recorder, eventually
 from tests.support.outboxes import MakeOutbox
 
 from .amqp import header, properties, stranger
+from .rows import ordinary_row
 
 pytestmark = on_sqlite
 
@@ -50,18 +51,7 @@ class Service:
 
 
 async def insert(outbox: Outbox, name: str, **columns: Any) -> None:
-    row = {
-        "message_id": f"stranger: {name}",
-        "routing_key": "parent.row",
-        "content_type": "application/json",
-        "body": json.dumps(name).encode(),
-        "created_at": "2026-01-01 00:00:00.000000",
-        "due_at": "2026-01-01 00:00:00.000000",
-        "attempts": 0,
-        "starts": 0,
-        "destination": "",
-        "unroutable": False,
-    } | columns
+    row = ordinary_row(f"stranger: {name}", "parent.row", name) | columns
     marks = ", ".join(f":{column}" for column in row)
     async with outbox.transaction() as session:
         await session.execute(

@@ -43,6 +43,7 @@ from .rows import (
     WAITS,
     Kind,
     NotUtf8,
+    ordinary_row,
 )
 
 ORDINARY = 60
@@ -98,18 +99,7 @@ class Scene:
         return await self.outbox.dead_letters.list(queue=None, limit=10_000)
 
     def _row(self, name: str, kind: Kind, columns: Mapping[str, Any]) -> dict[str, Any]:
-        ordinary = {
-            "message_id": f"stranger {next(self._numbers)}",
-            "routing_key": "bad.row",
-            "content_type": "application/json",
-            "body": json.dumps(name).encode(),
-            "created_at": "2026-01-01 00:00:00.000000",
-            "due_at": "2026-01-01 00:00:00.000000",
-            "attempts": 0,
-            "starts": 0,
-            "destination": "",
-            "unroutable": False,
-        }
+        ordinary = ordinary_row(f"stranger {next(self._numbers)}", "bad.row", name)
         return ordinary | dict(columns) | dict(kind.columns)
 
     def _insert(self, rows: list[dict[str, Any]]) -> None:

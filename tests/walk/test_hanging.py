@@ -204,7 +204,8 @@ async def test_a_message_at_which_its_destination_hangs_delays_no_other_and_lose
     assert recorder.of(CircuitOpened) + recorder.of(Troubled) == []
 
 
-async def test_a_message_that_hangs_is_dead_when_its_delays_are_used_up(make_outbox: MakeOutbox) -> None:
+def failing(error: type[BaseException]) -> Callable[[Message], Awaitable[None]]:
+    """A function that takes what is good, and fails at the rest once something good was answered after it came."""
     answered = 0
 
     async def publish(message: Message) -> None:
@@ -214,18 +215,28 @@ async def test_a_message_that_hangs_is_dead_when_its_delays_are_used_up(make_out
             return
         before = answered
         await eventually(lambda: answered > before)
-        raise TimeoutError
+        raise error
 
-    recorder = Recorder()
-    outbox = make_outbox(transport=publish, observers=[recorder], relay_retry_delays=(0.01, 0.01))
+    return publish
+
+
+async def death_of(outbox: Outbox, recorder: Recorder, routing_key: str) -> Dead:
+    """How a message died while others were answered."""
 
     async def dead() -> list[Dead]:
         await emit(outbox, "good")
         return [each.outcome for each in recorder.of(Relayed) if isinstance(each.outcome, Dead)]
 
     async with outbox.running(relay=True):
-        await emit(outbox, "hangs")
+        await emit(outbox, routing_key)
         [outcome] = await eventually(dead)
+    return outcome
+
+
+async def test_a_message_that_hangs_is_dead_when_its_delays_are_used_up(make_outbox: MakeOutbox) -> None:
+    recorder = Recorder()
+    outbox = make_outbox(transport=failing(TimeoutError), observers=[recorder], relay_retry_delays=(0.01, 0.01))
+    outcome = await death_of(outbox, recorder, "hangs")
     assert outcome.reason is Reason.EXHAUSTED
     [letter] = await outbox.dead_letters.list()
     assert (letter.attempt_count, letter.error) == (3, "no answer within 20 s, while others were answered")
@@ -250,27 +261,10 @@ async def test_a_function_that_answers_nothing_burns_no_attempt(make_outbox: Mak
 async def test_a_function_that_is_cancelled_for_one_message_counts_an_attempt_if_others_are_answered(
     make_outbox: MakeOutbox,
 ) -> None:
-    answered = 0
-
-    async def publish(message: Message) -> None:
-        nonlocal answered
-        if message.routing_key == "good":
-            answered += 1
-            return
-        before = answered
-        await eventually(lambda: answered > before)
-        raise asyncio.CancelledError
-
     recorder = Recorder()
-    outbox = make_outbox(transport=publish, observers=[recorder], relay_retry_delays=())
-
-    async def dead() -> list[Dead]:
-        await emit(outbox, "good")
-        return [each.outcome for each in recorder.of(Relayed) if isinstance(each.outcome, Dead)]
-
-    async with outbox.running(relay=True):
-        await emit(outbox, "bad")
-        [outcome] = await eventually(dead)
+    failed = failing(asyncio.CancelledError)
+    outbox = make_outbox(transport=failed, observers=[recorder], relay_retry_delays=())
+    outcome = await death_of(outbox, recorder, "bad")
     assert outcome.error == "the function was cancelled, while others were answered"
 
 

@@ -92,6 +92,14 @@ def touch(rows: str, id: int) -> Any:
     return text(f"UPDATE {rows} SET n = n + 1 WHERE id = {id}")
 
 
+async def crossing(session: AsyncSession, rows: str, foreign: Foreign) -> asyncio.Task[None]:
+    """Take the first row, for which the other transaction waits then; it has the second one."""
+    await session.execute(touch(rows, 1))
+    waiting = asyncio.create_task(foreign.later(str(touch(rows, 1))))
+    await asyncio.sleep(0.2)
+    return waiting
+
+
 # In a listener's transaction
 
 
@@ -105,10 +113,10 @@ async def test_a_deadlock_of_the_listener_is_a_conflict_and_uses_up_no_attempt(
     async def listener(body: int, session: AsyncSession) -> None:
         runs.append(body)
         await session.execute(effects.write(f"run {len(runs)}"))
-        await session.execute(touch(rows, 1))
         if len(runs) == 1:
-            waiting.append(asyncio.create_task(foreign.later(str(touch(rows, 1)))))
-            await asyncio.sleep(0.2)
+            waiting.append(await crossing(session, rows, foreign))
+        else:
+            await session.execute(touch(rows, 1))
         await session.execute(touch(rows, 2))
 
     foreign(str(touch(rows, 2)))
@@ -154,10 +162,10 @@ async def test_a_deadlock_that_the_listener_swallows_commits_nothing_half_done(
     async def listener(body: int, session: AsyncSession) -> None:
         runs.append(body)
         await session.execute(effects.write(f"before, run {len(runs)}"))
-        await session.execute(touch(rows, 1))
         if len(runs) == 1:
-            waiting.append(asyncio.create_task(foreign.later(str(touch(rows, 1)))))
-            await asyncio.sleep(0.2)
+            waiting.append(await crossing(session, rows, foreign))
+        else:
+            await session.execute(touch(rows, 1))
         with suppress(DBAPIError):
             await session.execute(touch(rows, 2))
         await session.execute(effects.write(f"after, run {len(runs)}"))
@@ -181,9 +189,7 @@ async def test_a_callers_transaction_that_swallowed_a_deadlock_is_told_so(
     with pytest.raises(TransactionError):
         async with outbox.transaction() as session:
             await session.execute(effects.write("before"))
-            await session.execute(touch(rows, 1))
-            waiting = asyncio.create_task(foreign.later(str(touch(rows, 1))))
-            await asyncio.sleep(0.2)
+            waiting = await crossing(session, rows, foreign)
             with suppress(DBAPIError):
                 await session.execute(touch(rows, 2))
             await waiting

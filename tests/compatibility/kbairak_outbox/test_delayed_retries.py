@@ -7,14 +7,12 @@ worker writes dead letters itself, with reason, error and attempts.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from itertools import accumulate
 from typing import Any
 
 import aio_pika
-import pytest
 from aio_pika.abc import AbstractChannel
 from pamqp.common import FieldTable
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -28,14 +26,10 @@ from tests.support.observing import Recorder, arrival, eventually
 from tests.support.outboxes import MakeOutbox
 from tests.support.queues import bring_back, is_empty, taken
 
+from .users import Arrivals
+
 ORDER = {"id": 7}
 DELAYS = (0.02, 0.05, 0.15)
-Arrivals = asyncio.Queue[Any]
-
-
-@pytest.fixture
-def arrivals() -> Arrivals:
-    return asyncio.Queue()
 
 
 async def emit_and_commit(outbox: Outbox, *routing_keys: str, body: object = ORDER) -> None:

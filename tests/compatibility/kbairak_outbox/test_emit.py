@@ -45,7 +45,7 @@ from tests.support.databases import ASYNCPG, on_every_driver, on_sqlite
 from tests.support.observing import PATIENCE, Statements, arrival, routing_keys
 from tests.support.outboxes import MakeOutbox
 
-JOHN = {"id": 123, "username": "johndoe"}
+from .users import JOHN
 
 
 class Profile(BaseModel):

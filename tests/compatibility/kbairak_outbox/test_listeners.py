@@ -15,7 +15,6 @@ from typing import Any
 from uuid import UUID
 
 import pytest
-from pydantic import BaseModel
 from sqlalchemy import Engine, select
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import Session
@@ -27,22 +26,12 @@ from tests.support.databases import on_every_driver, on_sqlite
 from tests.support.observing import Recorder, arrival, eventually
 from tests.support.outboxes import MakeOutbox
 
-JOHN = {"id": 123, "username": "johndoe"}
-
-
-class User(BaseModel):
-    id: int
-    username: str
+from .users import JOHN, User, emit_and_commit
 
 
 @listen("user.created")
 async def on_user_created(user: object) -> object:
     return user
-
-
-async def emit_and_commit(outbox: Outbox, routing_key: str, body: object, **options: Any) -> None:
-    async with outbox.transaction() as session:
-        await outbox.emit(session, routing_key, body, **options)
 
 
 # Worker process

@@ -4,7 +4,6 @@ Pydantic models", message expiration, "Outbox table cleanup", and the API of `em
 
 from __future__ import annotations
 
-import asyncio
 import datetime
 import time
 from datetime import timedelta
@@ -12,7 +11,6 @@ from typing import Any
 
 import pytest
 from aio_pika.abc import AbstractChannel
-from pydantic import BaseModel
 from sqlalchemy import select, text
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 
@@ -23,18 +21,7 @@ from tests.support.observing import Recorder, arrival, eventually, routing_keys
 from tests.support.outboxes import MakeOutbox
 from tests.support.queues import EXPIRES_AT, bring_back, is_empty, make_older, older, taken
 
-JOHN = {"id": 123, "username": "johndoe"}
-Arrivals = asyncio.Queue[Any]
-
-
-class User(BaseModel):
-    id: int
-    username: str
-
-
-@pytest.fixture
-def arrivals() -> Arrivals:
-    return asyncio.Queue()
+from .users import JOHN, Arrivals, User
 
 
 @pytest.fixture

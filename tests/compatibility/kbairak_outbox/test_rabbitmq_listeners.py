@@ -16,7 +16,6 @@ from typing import Any
 import aio_pika
 import pytest
 from aio_pika.abc import AbstractChannel
-from pydantic import BaseModel
 from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 
@@ -29,26 +28,7 @@ from tests.support.observing import Recorder, arrival, eventually
 from tests.support.outboxes import MakeOutbox
 from tests.support.queues import bring_back, taken
 
-JOHN: dict[str, Any] = {"id": 123, "username": "johndoe"}
-Arrivals = asyncio.Queue[Any]
-
-
-class User(BaseModel):
-    id: int
-    username: str
-
-
-@pytest.fixture
-def arrivals() -> Arrivals:
-    return asyncio.Queue()
-
-
-async def emit_and_commit(outbox: Outbox, routing_key: str, body: object = JOHN, **options: Any) -> Message:
-    async with outbox.transaction() as session:
-        message = await outbox.emit(session, routing_key, body, **options)
-    assert message is not None
-    return message
-
+from .users import JOHN, Arrivals, User, emit_and_commit
 
 # Worker process
 

@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 from aio_pika.abc import AbstractChannel
@@ -19,12 +18,7 @@ from tests.support.outboxes import MakeOutbox
 from tests.support.program import program
 from tests.support.queues import is_empty, taken
 
-Arrivals = asyncio.Queue[Any]
-
-
-@pytest.fixture
-def arrivals() -> Arrivals:
-    return asyncio.Queue()
+from .users import Arrivals
 
 
 async def publish(outbox: Outbox, recorder: Recorder, number: int) -> None:

@@ -38,18 +38,11 @@ from tests.support.observing import Recorder, arrival, eventually, routing_keys
 from tests.support.outboxes import MakeOutbox
 from tests.support.program import program
 
-JOHN = {"id": 123, "username": "johndoe"}
+from .users import JOHN, MAIN_APPLICATION, emit_and_commit
 
 
 class User(BaseModel):
     id: int
-
-
-async def emit_and_commit(outbox: Outbox, routing_key: str = "user.created", body: object = JOHN) -> Message:
-    async with outbox.transaction() as session:
-        message = await outbox.emit(session, routing_key, body)
-    assert message is not None
-    return message
 
 
 # Singleton vs multiple instances
@@ -82,23 +75,6 @@ async def test_the_singleton_can_be_used_by_name(db_engine: AsyncEngine, singlet
 async def test_main_application_and_worker_process_run_as_the_scripts_they_are_written_as(
     database_url: str, table_name: str
 ) -> None:
-    main = """
-        import asyncio
-        import sys
-
-        from outbox import setup, emit
-        from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
-
-        db_engine = create_async_engine(sys.argv[1])
-        setup(db_engine=db_engine, table_name=sys.argv[2])
-
-        async def main():
-            async with AsyncSession(db_engine) as session, session.begin():
-                await emit(session, "user.created", {"id": 123, "username": "johndoe"})
-            await db_engine.dispose()
-
-        asyncio.run(main())
-    """
     worker_process = """
         import asyncio
         import os
@@ -116,7 +92,7 @@ async def test_main_application_and_worker_process_run_as_the_scripts_they_are_w
 
         asyncio.run(worker([on_user_created]))
     """
-    async with program(main, database_url, table_name) as application:
+    async with program(MAIN_APPLICATION, database_url, table_name) as application:
         assert await application.end() == (0, "", "")
     async with program(worker_process, database_url, table_name) as process:
         assert await process.end() == (0, "{'id': 123, 'username': 'johndoe'}\n", "")

@@ -225,10 +225,8 @@ async def test_a_listener_that_fails_during_the_shutdown_is_retried_as_ever(make
 # A bounded grace, and a second signal
 
 
-async def test_the_end_of_the_grace_abandons_what_still_runs_and_burns_no_attempt(
-    make_outbox: MakeOutbox, recorder: Recorder
-) -> None:
-    outbox = make_outbox(grace=0.1, observers=[recorder])
+async def hanging_worker(outbox: Outbox) -> asyncio.Task[int]:
+    """A worker whose listener has begun, and does not end."""
     started: asyncio.Queue[int] = asyncio.Queue()
 
     @listen("event", queue="events")
@@ -239,6 +237,14 @@ async def test_the_end_of_the_grace_abandons_what_still_runs_and_burns_no_attemp
     working = asyncio.create_task(outbox.worker([hangs]))
     await emit_and_commit(outbox, 1)
     await arrival(started)
+    return working
+
+
+async def test_the_end_of_the_grace_abandons_what_still_runs_and_burns_no_attempt(
+    make_outbox: MakeOutbox, recorder: Recorder
+) -> None:
+    outbox = make_outbox(grace=0.1, observers=[recorder])
+    working = await hanging_worker(outbox)
     signal_this_process(signal.SIGTERM)
     assert await asyncio.wait_for(working, PATIENCE) == 1
     assert recorder.of(Stopped) == [Stopped("worker", 1)]
@@ -250,16 +256,7 @@ async def test_the_end_of_the_grace_abandons_what_still_runs_and_burns_no_attemp
 @on_sqlite
 async def test_a_second_signal_does_not_wait_for_the_grace(make_outbox: MakeOutbox) -> None:
     outbox = make_outbox(grace=4 * PATIENCE)
-    started: asyncio.Queue[int] = asyncio.Queue()
-
-    @listen("event", queue="events")
-    async def hangs(event: int) -> None:
-        await started.put(event)
-        await asyncio.Event().wait()
-
-    working = asyncio.create_task(outbox.worker([hangs]))
-    await emit_and_commit(outbox, 1)
-    await arrival(started)
+    working = await hanging_worker(outbox)
     signal_this_process(signal.SIGTERM)
     await asyncio.wait([working], timeout=0.1)
     assert not working.done()
