@@ -67,7 +67,8 @@ def pgbouncer(postgresql_url: str) -> Iterator[PgBouncer]:
 @pytest.fixture(scope="session")
 def rabbitmq() -> Iterator[Server]:
     """A real RabbitMQ for the whole run; whoever wants to stop or kill one starts a RabbitMQ() of its own."""
-    with servers.rabbitmq() as server:
+    # What its management interface tells is up to a second old, and not up to five.
+    with servers.rabbitmq(settings={"collect_statistics_interval": "1000"}) as server:
         yield server
 
 

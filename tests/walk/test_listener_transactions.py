@@ -403,13 +403,13 @@ async def test_a_transaction_that_was_ended_on_the_driver_is_not_tried_again(
     def thread_times_out(body: int, session: Session) -> None:
         session.execute(effects.write("thread times out"))
         end(session.connection())
-        time.sleep(2)
+        time.sleep(1.5)
 
     @listen("#", queue="thread in lists times out", retry_delays=delays, timeout=1, batch=10)
     def thread_in_lists(bodies: list[int], session: Session) -> None:
         session.execute(effects.write("thread in lists times out"))
         end(session.connection())
-        time.sleep(2)
+        time.sleep(1.5)
 
     listeners = [returns, raises, goes_on, times_out, is_cancelled, begins_again, lists]
     listeners += [thread, thread_begins_again, thread_times_out, thread_in_lists]

@@ -16,6 +16,7 @@ from outbox.core.store import Selection, Store, Suspected
 from outbox.testing.store.cases import (
     LEASE,
     OUTCOMES,
+    RENEWED,
     MakeStore,
     StoreCases,
     claimed,
@@ -145,7 +146,7 @@ class ClaimingCases(StoreCases):
 
     async def test_a_lease_is_renewed_while_its_holder_lives(self, engine: AsyncEngine, store: Store) -> None:
         await queued(engine, store, message())
-        async with store.feed.claim(Selection(limit=1, lease=timedelta(seconds=10), destination="q")) as claim:
+        async with store.feed.claim(Selection(limit=1, lease=RENEWED, destination="q")) as claim:
             await renewed(store)
             assert await claimed(store) == []
             assert await claim.settle({claim.attempts[0].id: Done()}) == frozenset()
