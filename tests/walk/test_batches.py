@@ -18,6 +18,7 @@ from sqlalchemy.orm import Session
 from outbox import Listener, Message, Outbox, Reason, Reject, listen
 from outbox.core.attempt import Done, Released, RetryIn
 from outbox.core.events import Handled, LeaseWasLost, Troubled
+from outbox.inbound import inbox
 from outbox.testing import drain
 from tests.support.observing import PATIENCE, Recorder, Statements, eventually
 from tests.support.outboxes import MakeOutbox
@@ -282,7 +283,10 @@ async def test_of_copies_in_one_list_the_first_counts(in_memory: Shop) -> None:
     assert await in_memory.written() == [0, 1]
 
 
-async def test_a_list_in_which_one_lease_was_lost_runs_again_without_it(on_the_database: Shop) -> None:
+async def test_a_list_in_which_one_lease_was_lost_runs_again_without_it(
+    on_the_database: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inbox, "LEASE_LOST_PAUSE", timedelta(milliseconds=200))
     shop, messages = on_the_database, on_the_database.outbox.tables.messages
 
     @listen("order.*", queue="q", batch=100, lease=LONG_LEASE)

@@ -183,7 +183,7 @@ async def test_silence_about_one_while_others_are_answered_counts_against_it(sin
 async def test_silence_about_a_message_again_after_others_were_answered_counts_against_it(sink: HttpSink) -> None:
     sink.behave(by_type({"poison": hang()}))
     poison, another = message("poison"), message("poison")
-    async with opened(HttpTransport(sink.url, timeout=1)) as transport:
+    async with opened(HttpTransport(sink.url, timeout=0.6)) as transport:
         assert [(await transport.publish([each])).refused for each in (poison, poison, another)] == [{}] * 3
         assert (await transport.publish([message()])).confirmed
         assert (await transport.publish([poison, another])).refused == {}, "with others it may be an outage"

@@ -133,7 +133,7 @@ async def test_without_a_lane_messages_wait_for_nobody(
 
 
 async def test_the_lease_on_what_waits_for_its_lane_is_renewed(make_outbox: MakeOutbox, watch: Watch) -> None:
-    outbox = make_outbox(observers=[watch], lease=10)
+    outbox = make_outbox(observers=[watch], lease=6)
     release = asyncio.Event()
 
     @listen("#", queue="q", lane="only", concurrency=2)

@@ -190,7 +190,7 @@ async def test_one_that_hangs_is_cut_like_a_listener(
         await session.execute(effects.write("never seen"))
         await asyncio.sleep(3600)
 
-    @listen("#", queue="q", retry_delays=(), timeout=2, on_error=on_error)
+    @listen("#", queue="q", retry_delays=(), timeout=1, on_error=on_error)
     async def listener(body: int) -> None:
         raise OSError("away")
 

@@ -20,6 +20,7 @@ from outbox import Binding, Outbox, listen
 from outbox.core.attempt import Dead, Done, Outcome, Reason, Released, RetryIn
 from outbox.core.events import Handled, LeaseWasLost
 from outbox.core.store import Selection, Suspected
+from outbox.inbound import inbox
 from outbox.observers.logging import LoggingObserver
 from tests.support.databases import on_every_driver, on_sqlite
 from tests.support.observing import PATIENCE, Recorder, arrival, eventually, let_leases_run_out
@@ -212,8 +213,13 @@ async def test_the_warning_counts_every_delivery_of_the_message(
 
 @on_every_driver
 async def test_a_listeners_transaction_does_not_commit_once_its_lease_is_lost(
-    make_outbox: MakeOutbox, recorder: Recorder, caplog: pytest.LogCaptureFixture, user_model: Any
+    make_outbox: MakeOutbox,
+    recorder: Recorder,
+    caplog: pytest.LogCaptureFixture,
+    user_model: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(inbox, "LEASE_LOST_PAUSE", timedelta(milliseconds=200))
     outbox = make_outbox(observers=[LoggingObserver(), recorder])
     messages = outbox.tables.messages
     long_ago = datetime.now(UTC) - timedelta(hours=1)
