@@ -40,7 +40,7 @@ from tests.support.http_sink import (
 
 from .certificates import make_certificates
 
-SHORT = 3  # seconds for answers that must not come
+SHORT = 1.5  # seconds for answers that must not come
 LONG = 20  # seconds for answers that must
 
 
@@ -281,7 +281,7 @@ async def test_a_host_that_does_not_exist_leaves_everything_in_doubt() -> None:
 async def test_what_cannot_be_answered_in_the_relays_time_is_not_begun(
     sink: HttpSink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http, "BATCH_WITHIN", timedelta(seconds=SHORT + 2))
+    monkeypatch.setattr(http, "BATCH_WITHIN", timedelta(seconds=1.6 * SHORT))
     sink.behave(hang())
     found = await published(sink, *(message() for _ in range(10)), within=SHORT, concurrency=2)
     assert (found.confirmed, found.refused) == (frozenset(), {})
