@@ -15,6 +15,7 @@ import sqlalchemy
 
 pytest.register_assert_rewrite(
     "outbox.testing.store",
+    "outbox.testing.transport",
     "outbox.testing.store_contract",
     "outbox.testing.transport_contract",
     "outbox.testing.publishing_contract",
