@@ -6,7 +6,7 @@
                                              real servers, and those of the stores again on the older SQLAlchemy
     python3 dev.py test tests/unit -k name   pytest alone, with these arguments
     python3 dev.py check                     between two changes: the linters, and the tests that need no server, of the
-                                             parts alone and of what every store and transport promises; no two minutes
+                                             parts alone and of what every store and transport promises
     python3 dev.py lint                      the linters alone
     python3 dev.py docs                      build the documentation site into build/site, and check its links
     python3 dev.py docs --serve              and show it at http://127.0.0.1:8000, anew after each change
