@@ -156,7 +156,7 @@ def test_a_test_case_of_django_sees_what_a_view_has_emitted(
     settings = SETTINGS.format(folder=project) + f"ROOT_URLCONF = 'books.views'\nALLOWED_HOSTS = ['*']\n{time_zone}\n"
     if database == "postgresql":
         server = make_url(request.getfixturevalue("postgresql_url"))
-        own = {"NAME": f"django_{os.getpid()}", "USER": server.username, "PASSWORD": server.password}
+        own: dict[str, object] = {"NAME": f"django_{os.getpid()}", "USER": server.username, "PASSWORD": server.password}
         own |= {"HOST": server.host or server.query.get("host"), "PORT": server.port}
         settings += f"DATABASES['books'] = {{'ENGINE': 'django.db.backends.postgresql', **{own!r}}}\n"
     settings += "DATABASES['books']['TEST'] = {'DEPENDENCIES': []}\n"

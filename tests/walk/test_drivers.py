@@ -36,9 +36,9 @@ from outbox.core.events import Emitted
 from outbox.core.prepared import prepare
 from outbox.core.store import Selection
 from outbox.testing import Emission, emitted, emitted_sync
-from tests.conftest import MakeOutbox
 from tests.support.databases import url_on
 from tests.support.observing import Recorder, arrival
+from tests.support.outboxes import MakeOutbox
 
 from .drivers import DRIVERS
 from .driving import AsyncPsycopg, Django, Driving, Psycopg, Sqlite
@@ -450,7 +450,7 @@ async def test_what_django_also_calls_a_connection_is_refused(driver: Driving, o
 
     assert type(cache) is type(django.db.connection)
     with pytest.raises(TransactionError, match="no database"):
-        outbox.emit_sync(cache, "a", 1)  # type: ignore[arg-type]
+        outbox.emit_sync(cache, "a", 1)
 
 
 @only("asyncmy")
@@ -520,18 +520,22 @@ async def test_django_tells_of_its_commits_and_sleepers_are_woken(
 async def test_a_test_sees_what_the_open_transaction_of_a_django_connection_has_emitted(
     driver: Driving, outbox: Outbox
 ) -> None:
+    assert isinstance(driver, Django)
+
     async def seen() -> list[Emission]:
         return await driver.run(emitted_sync, driver.connection)
 
+    told: dict[str, Any] = TOLD
     assert await seen() == []
     await driver.begin()
-    sent = await driver.emit(outbox, "order.created", {"id": 1}, **TOLD, eta=YEAR_2100, expiration=timedelta(hours=1))
+    sent = await driver.emit(outbox, "order.created", {"id": 1}, **told, eta=YEAR_2100, expiration=timedelta(hours=1))
     await driver.emit_many(outbox, "order.paid", [2, 3])
     await driver.emit(outbox, "order.due", 4, timer_id="t")
-    first = Emission("order.created", {"id": 1}, **TOLD, eta=YEAR_2100, expiration=timedelta(hours=1))
+    first = Emission("order.created", {"id": 1}, **told, eta=YEAR_2100, expiration=timedelta(hours=1))
     others = [Emission("order.paid", 2), Emission("order.paid", 3)]
     found = await seen()
     assert found == [first, *others, Emission("order.due", 4, timer_id="t")]
+    assert found[0].message is not None
     assert replace(found[0].message, expires_at=None) == sent
     await driver.cancel_timer(outbox, "t")
     await driver.savepoint()
@@ -553,6 +557,7 @@ async def test_a_test_sees_what_the_open_transaction_of_a_django_connection_has_
 @only("django-postgresql", "django-sqlite")
 async def test_outside_of_an_atomic_block_a_test_is_told_what_is_missing(closed: Driving, outbox: Outbox) -> None:
     await closed.open(AUTOCOMMIT=False)
+    assert isinstance(closed, Django)
     await closed.emit(outbox, "a", 1)
     with pytest.raises(TransactionError, match=r"only inside `transaction.atomic\(\)`"):
         await closed.run(emitted_sync, closed.connection)
@@ -561,6 +566,7 @@ async def test_outside_of_an_atomic_block_a_test_is_told_what_is_missing(closed:
 
 @only("psycopg", "sqlite3")
 async def test_a_drivers_own_connection_does_not_tell_what_was_emitted(driver: Driving, outbox: Outbox) -> None:
+    assert isinstance(driver, Psycopg | Sqlite)
     with pytest.raises(TransactionError, match="only SQLAlchemy's sessions and connections, and Django's"):
         await driver.run(emitted_sync, driver.connection)
 
