@@ -16,10 +16,10 @@ from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from outbox import Listener, Outbox, TransactionError, listen
 from outbox.core.attempt import Done, Released
 from outbox.core.events import Handled, Recovered, Troubled
-from outbox.testing.servers import MariaDB
+from outbox.testing.servers import MariaDB, MySQL
 from tests.conftest import MakeOutbox
 from tests.support.databases import url_on
-from tests.support.mariadb import arguments, statement
+from tests.support.mariadb import arguments, private_server, statement, url_through
 from tests.support.observing import eventually
 
 from .strategies import Effects, Watch, emit, reached
@@ -167,9 +167,9 @@ async def test_a_connection_that_is_lost_under_a_listener_uses_up_no_attempt(
 
 
 @pytest.fixture
-async def server(request: pytest.FixtureRequest) -> AsyncIterator[MariaDB]:
+async def server(request: pytest.FixtureRequest) -> AsyncIterator[MariaDB | MySQL]:
     """A server with the settings that the test says."""
-    with MariaDB(settings=getattr(request, "param", {})) as server:
+    with private_server(getattr(request, "param", {})) as server:
         yield server
 
 
@@ -177,14 +177,14 @@ MakeShop = Callable[..., Outbox]
 
 
 @pytest.fixture
-async def on_server(server: MariaDB, watch: Watch) -> AsyncIterator[MakeShop]:
+async def on_server(server: MariaDB | MySQL, watch: Watch) -> AsyncIterator[MakeShop]:
     """Outboxes on that server, of a user who may do nothing to it."""
     statement(server.url, "CREATE USER shop@'%'")
     statement(server.url, "GRANT ALL ON outbox.* TO shop@'%'")
     made: list[Outbox] = []
 
     def make(**options: Any) -> Outbox:
-        url = server.url.replace("mariadb://outbox@", "mysql+asyncmy://shop@")
+        url = url_through(server.url, "asyncmy").replace("//outbox@", "//shop@")
         ours = {"poll_interval": 0.1, "restart_delay": 0.05, "observers": [watch]}
         made.append(Outbox(db_engine_url=url, **{**ours, **options}))
         return made[-1]
@@ -196,7 +196,7 @@ async def on_server(server: MariaDB, watch: Watch) -> AsyncIterator[MakeShop]:
 
 @pytest.mark.parametrize("server", [{"wait-timeout": "1"}], indirect=True)
 async def test_connections_that_idle_longer_than_wait_timeout_are_no_error(
-    on_server: MakeShop, server: MariaDB, watch: Watch
+    on_server: MakeShop, server: MariaDB | MySQL, watch: Watch
 ) -> None:
     outbox = on_server(poll_interval=5)
     handled: list[int] = []
@@ -215,7 +215,9 @@ async def test_connections_that_idle_longer_than_wait_timeout_are_no_error(
     assert watch.of(Troubled) == []
 
 
-async def test_a_server_that_is_restarted_is_found_again(on_server: MakeShop, server: MariaDB, watch: Watch) -> None:
+async def test_a_server_that_is_restarted_is_found_again(
+    on_server: MakeShop, server: MariaDB | MySQL, watch: Watch
+) -> None:
     outbox = on_server()
     handled: list[int] = []
 
@@ -244,7 +246,7 @@ async def _emitted(outbox: Outbox, body: int) -> bool:
 
 
 async def test_a_server_that_may_only_be_read_uses_up_no_attempts(
-    on_server: MakeShop, server: MariaDB, effects_on: Callable[[Outbox], Any], watch: Watch
+    on_server: MakeShop, server: MariaDB | MySQL, effects_on: Callable[[Outbox], Any], watch: Watch
 ) -> None:
     """As after a failover, when connections lead to what has become a replica: error 1290."""
     outbox = on_server()

@@ -18,6 +18,7 @@ from outbox.core.store import Rows
 from outbox.stores.callers import CallerConnections, execute, qualified
 from outbox.stores.dialect import SqlDialect
 from outbox.stores.mysql import transactions
+from outbox.stores.mysql.examination import refuse_older
 from outbox.stores.mysql.packets import check_packets
 from outbox.stores.runner import spare
 from outbox.stores.tables import Tables
@@ -89,6 +90,7 @@ class MysqlCallers(CallerConnections):
         beside = spare(callers.engine)
         try:
             with beside.connect() as connection:
+                refuse_older(connection.dialect)
                 database: str | None = connection.scalar(text("SELECT DATABASE()"))
                 if database is None or (self._own is not None and database != self._own):
                     raise WrongDatabase(

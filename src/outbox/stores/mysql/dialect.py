@@ -198,7 +198,10 @@ class MysqlDialect(MysqlShapes, SqlDialect):
 
     @classmethod
     def set_up(cls, engine: Engine | AsyncEngine) -> None:
-        transactions.leave_replicas(engine.sync_engine if isinstance(engine, AsyncEngine) else engine)
+        plain = engine.sync_engine if isinstance(engine, AsyncEngine) else engine
+        transactions.leave_replicas(plain)
+        if plain is not engine:
+            transactions.roll_back_what_is_open(plain.pool)
 
 
 @contextmanager

@@ -15,7 +15,8 @@ from sqlalchemy.pool import Pool
 from outbox.core.errors import ConfigurationError
 from outbox.core.loops import LoopLocal
 from outbox.stores.dialect import SqlDialect
-from outbox.stores.mysql import transactions
+from outbox.stores.mysql import examination, transactions
+from outbox.stores.mysql.settling import NotAllHeld, carefully
 from outbox.stores.runner import Runner, spare
 from outbox.stores.tables import Tables
 
@@ -59,16 +60,23 @@ class MysqlRunner(Runner):
             # would not wait for the answer. That connection is not left there: it is this loop's.
             async with self._given.connect() as connection:
                 await connection.invalidate()
+        examination.refuse_older(self._given.dialect)
         engine = spare(self._given.sync_engine)
         session_is_ours(engine.pool)
         return AsyncEngine(engine)
 
     async def _transact(self, work: Callable[[Connection], Result]) -> Result:
-        engine, pause = await self.own(), LONGEST_PAUSE
+        engine, pause, careful = await self.own(), LONGEST_PAUSE, False
         for tries_left in reversed(range(TRIES)):
             async with engine.connect() as connection:
                 try:
-                    result = await connection.run_sync(work)
+                    result = await connection.run_sync(_carefully(work) if careful else work)
+                except NotAllHeld:
+                    if not tries_left:
+                        raise
+                    careful = True
+                    await connection.rollback()
+                    continue
                 except DBAPIError as error:
                     if transactions.error_number(error.orig) in transactions.READ_ONLY:
                         await engine.dispose()  # after a failover all of them lead to what was the primary
@@ -100,6 +108,10 @@ class MysqlRunner(Runner):
         await self.loops.close()
 
 
+def _carefully(work: Callable[[Connection], Result]) -> Callable[[Connection], Result]:
+    return lambda connection: work(carefully(connection))
+
+
 async def _let_go(connection: AsyncConnection) -> None:
     if not connection.invalidated:
         await connection.rollback()
@@ -115,6 +127,7 @@ def session_is_ours(pool: Pool) -> None:
         cursor.close()
 
     event.listen(pool, "connect", connected)
+    transactions.roll_back_what_is_open(pool)
 
 
 class MysqlLoop:

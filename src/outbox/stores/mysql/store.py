@@ -15,6 +15,7 @@ from outbox.stores.mysql.callers import MysqlCallers
 from outbox.stores.mysql.dialect import MysqlDialect
 from outbox.stores.mysql.roles import roles_sql
 from outbox.stores.mysql.runner import MysqlRunner
+from outbox.stores.mysql.settling import MysqlBurying, MysqlSettling
 from outbox.stores.mysql.shapes import in_innodb
 from outbox.stores.selecting import SqlSelecting
 from outbox.stores.sql import SqlStore
@@ -28,6 +29,8 @@ class MysqlStore(SqlStore):
     async_drivers = ("asyncmy",)
     sync_drivers = ("pymysql", "mysqldb")
     dialect_class = MysqlDialect
+    settling_class = MysqlSettling
+    burying_class = MysqlBurying
 
     @classmethod
     def tables_named(cls, table_name: str, schema: str | None = None) -> Tables:

@@ -11,7 +11,8 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 from sqlalchemy import Connection, Engine, ExceptionContext, Executable, Insert, Transaction, event
-from sqlalchemy.pool import Pool
+from sqlalchemy.pool import Pool, PoolResetState
+from sqlalchemy.pool.base import ResetStyle
 
 from outbox.core.errors import TransactionError
 from outbox.core.transaction_state import TransactionState, mysql_status
@@ -69,6 +70,25 @@ def leave_replicas(engine: Engine) -> None:
 def _left(context: ExceptionContext) -> None:
     if is_read_only(context.original_exception):
         context.is_disconnect = True
+
+
+def roll_back_what_is_open(pool: Pool) -> None:
+    """Let a connection come back without a ROLLBACK where the server's last answer says that no transaction is open.
+
+    After each COMMIT there would be a round trip for nothing. It is for asyncmy: other drivers do not know the state
+    after an answer with rows.
+    """
+    pool._reset_on_return = ResetStyle.reset_none
+    if not event.contains(pool, "reset", _roll_back_if_open):
+        event.listen(pool, "reset", _roll_back_if_open)
+
+
+def _roll_back_if_open(connection: Any, record: Any, state: PoolResetState) -> None:
+    if state.terminate_only or not state.asyncio_safe or state.transaction_was_reset:
+        return
+    status = mysql_status(record.driver_connection)
+    if status is None or status & _IN_TRANSACTION:
+        connection.rollback()
 
 
 def check_escapes(connection: Connection) -> None:
