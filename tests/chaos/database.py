@@ -31,7 +31,6 @@ MEBIBYTE = 1024 * 1024
 class Database(ABC):
     """Where the application and its outbox live."""
 
-
     def __init__(self, disk_size: int) -> None:
         self.disk = Disk(disk_size)
         self._stack = ExitStack()

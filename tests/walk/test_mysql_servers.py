@@ -13,13 +13,13 @@ from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 
-from outbox import Listener, Outbox, TransactionError, listen
+from outbox import ConfigurationError, Listener, Outbox, TransactionError, listen
 from outbox.core.attempt import Done, Released
 from outbox.core.events import Handled, Recovered, Troubled
 from outbox.testing.servers import MariaDB, MySQL
 from tests.conftest import MakeOutbox
 from tests.support.databases import url_on
-from tests.support.mariadb import arguments, private_server, statement, url_through
+from tests.support.mariadb import arguments, on_mysql, private_server, statement, url_through
 from tests.support.observing import eventually
 
 from .strategies import Effects, Watch, emit, reached
@@ -245,10 +245,21 @@ async def _emitted(outbox: Outbox, body: int) -> bool:
     return True
 
 
+READ_ONLY = {
+    "1290": ("SET GLOBAL read_only = 1", "SET GLOBAL read_only = 0"),  # as after a failover, on what is a replica now
+    "1792": ("SET GLOBAL TRANSACTION READ ONLY", "SET GLOBAL TRANSACTION READ WRITE"),
+}
+
+
+@pytest.mark.parametrize("number", READ_ONLY)
 async def test_a_server_that_may_only_be_read_uses_up_no_attempts(
-    on_server: MakeShop, server: MariaDB | MySQL, effects_on: Callable[[Outbox], Any], watch: Watch
+    on_server: MakeShop,
+    server: MariaDB | MySQL,
+    effects_on: Callable[[Outbox], Any],
+    watch: Watch,
+    number: str,
 ) -> None:
-    """As after a failover, when connections lead to what has become a replica: error 1290."""
+    begin, end = READ_ONLY[number]
     outbox = on_server()
     await outbox.create_tables()
     effects = effects_on(outbox)
@@ -264,20 +275,38 @@ async def test_a_server_that_may_only_be_read_uses_up_no_attempts(
     await emit(outbox, 1)
     async with outbox.running(listeners=[listener]):
         await reached(entered)
-        statement(server.url, "SET GLOBAL read_only = 1")
-        with pytest.raises(TransactionError, match="1290"):
+        statement(server.url, begin)
+        if number == "1792":  # it holds for new sessions
+            await asyncio.to_thread(Sessions(server.url, "shop").end_all)
+        with pytest.raises(TransactionError, match=number):
             await emit(outbox, 2)
         go_on.set()
         await watch.wait_for(Troubled)
         await asyncio.sleep(0.5)
         assert await effects.all() == []
-        statement(server.url, "SET GLOBAL read_only = 0")
+        statement(server.url, end)
         await eventually(lambda: _are(effects, ["1"]))
         await emit(outbox, 3)
         await eventually(lambda: _are(effects, ["1", "3"]))
     assert await outbox.dead_letters.list() == []
     assert {type(event.outcome) for event in watch.of(Handled)} <= {Done, Released}
     assert all(event.attempt.attempt_count == 1 for event in watch.of(Handled) if isinstance(event.outcome, Done))
+
+
+@pytest.mark.skipif(on_mysql(), reason="MySQL cannot be told to call itself another version")
+@pytest.mark.parametrize("server", [{"version": "10.5.29-MariaDB"}], indirect=True)
+async def test_a_server_that_is_too_old_is_refused_at_the_start(on_server: MakeShop) -> None:
+    async def listener(body: int) -> None: ...
+
+    outbox = on_server()
+    for start in (outbox.create_tables, lambda: emit(outbox, 1), lambda: _run(outbox, listener)):
+        with pytest.raises(ConfigurationError, match=r"MariaDB 10\.5\.29 is too old, and 10\.6 or newer"):
+            await start()
+
+
+async def _run(outbox: Outbox, listener: Callable[..., Any]) -> None:
+    async with outbox.running(listeners=[Listener("#", listener, queue="q")]):
+        pass
 
 
 async def _are(effects: Effects, expected: list[str]) -> bool:

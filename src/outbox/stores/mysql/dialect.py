@@ -129,7 +129,7 @@ class MysqlDialect(MysqlShapes, SqlDialect):
     # A caller's connection.
 
     def explained(self, error: BaseException, tables: Tables) -> TransactionError | None:
-        if transactions.error_number(error) in transactions.READ_ONLY:
+        if transactions.is_read_only(error):
             return TransactionError(
                 f"this connection leads to a server that takes no writes, such as a replica: {error}"
             )

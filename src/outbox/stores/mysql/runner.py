@@ -78,7 +78,7 @@ class MysqlRunner(Runner):
                     await connection.rollback()
                     continue
                 except DBAPIError as error:
-                    if transactions.error_number(error.orig) in transactions.READ_ONLY:
+                    if error.orig is not None and transactions.is_read_only(error.orig):
                         await engine.dispose()  # after a failover all of them lead to what was the primary
                     if not tries_left or not self._may_succeed(error):
                         raise

@@ -7,9 +7,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from sqlalchemy import Column, Connection, Row, Table, bindparam, text
+from sqlalchemy import Column, Connection, Row, String, Table, bindparam, text
 
-from outbox.stores.mysql.shapes import ENGINE, ExactText, collation
+from outbox.stores.mysql.shapes import ENGINE, collation, exactly
 from outbox.stores.schema_check import NO_DEFAULT, Check, Gap, LiveColumn, LiveTable, plain_default
 
 _HERE = "TABLE_SCHEMA = COALESCE(:schema, DATABASE())"
@@ -77,8 +77,8 @@ class MysqlCheck(Check):
     def type_name(self, column: Column[Any]) -> str:
         compiled = column.type.compile(dialect=self.dialect).lower()
         name = _NAMES.get(compiled, compiled)
-        if isinstance(column.type, ExactText):
-            name = f"{compiled.partition(' ')[0]} {collation(self.dialect)}"
+        if _is_text(column):
+            name = f"{compiled} {collation(self.dialect)}"
         if column.computed is not None:
             name = f"{name} as {_expression(str(column.computed.sqltext))}"
         return name
@@ -88,7 +88,19 @@ class MysqlCheck(Check):
         return "0" if found == "false" else found
 
     def alter(self, table: Table, column: Column[Any], live: LiveColumn) -> str:
-        return f"ALTER TABLE {self.name(table)} MODIFY COLUMN {self.compiler.get_column_specification(column)};"
+        return f"ALTER TABLE {self.name(table)} MODIFY COLUMN {self._specified(column)};"
+
+    def add(self, table: Table, column: Column[Any]) -> str:
+        specified: str = self.compiler.get_column_specification(column)
+        return super().add(table, column).replace(specified, self._specified(column))
+
+    def _specified(self, column: Column[Any]) -> str:
+        """With its collation: a table that another program made may have another one."""
+        specified: str = self.compiler.get_column_specification(column)
+        if not _is_text(column):
+            return specified
+        kind = column.type.compile(dialect=self.dialect)
+        return specified.replace(f" {kind}", f" {kind} {exactly(self.dialect)}", 1)
 
     def free(self, table: Table, name: str) -> str:
         live = self.read(table)
@@ -109,6 +121,10 @@ class MysqlCheck(Check):
         if engine.lower() != ENGINE.lower():
             what = f"the table is in the engine {engine}, which has no transactions, instead of {ENGINE}"
             yield Gap(what, f"ALTER TABLE {self.name(table)} ENGINE={ENGINE};")
+
+
+def _is_text(column: Column[Any]) -> bool:
+    return isinstance(column.type, String)
 
 
 def _index(rows: Sequence[Row[Any]]) -> str:

@@ -23,7 +23,7 @@ DEADLOCK, LOCK_WAIT_TIMEOUT = 1213, 1205
 CHANGED_SINCE_SNAPSHOT = 1020  # with MariaDB's innodb_snapshot_isolation
 MISSING_TABLE = 1146
 MISSING_DATABASE = 1049
-READ_ONLY = (1290, 1792, 1836)  # a replica, a transaction that was begun so, a server that refuses to write
+READ_ONLY = (1290, 1792, 1836)  # a replica, transactions that are READ ONLY by default, a server that writes nothing
 DENIED = (1044, 1142)  # to this role
 
 _PASSES_OVER = {"outbox_passes_over": True}
@@ -56,10 +56,12 @@ def error_number(error: BaseException | None) -> int | None:
 
 
 def is_read_only(error: BaseException) -> bool:
-    """Whether the server takes no writes. A transaction that is READ ONLY, which is 1792, is its owner's doing."""
-    refused, _, mode = READ_ONLY
+    """Whether the server takes no writes. 1290 has other reasons, too.
+
+    A listener cannot make its transaction READ ONLY, because it has begun: its session is so by default.
+    """
     number, words = error_number(error), str(error).lower()
-    return number == mode or (number == refused and ("read-only" in words or "read_only" in words))
+    return number in READ_ONLY and (number != READ_ONLY[0] or "read-only" in words or "read_only" in words)
 
 
 def leave_replicas(engine: Engine) -> None:

@@ -18,7 +18,7 @@ GRANT ALL ON *.* TO outbox@'%' WITH GRANT OPTION;
 _NO_SYNC = {"innodb-flush-method": "nosync", "sync-binlog": "0"}
 
 
-def _not_mariadb(rung: Rung) -> Rung:
+def no_mariadb(rung: Rung) -> Rung:
     """MariaDB's packages have a program of this name too."""
 
     def only_mysql() -> Programs | Absent:
@@ -35,7 +35,7 @@ class MySQL(PrivateServer):
 
     name = "mysql"
 
-    LADDER: ClassVar[tuple[Rung, ...]] = (_not_mariadb(installed("mysqld", folders="/usr/sbin")),)
+    LADDER: ClassVar[tuple[Rung, ...]] = (no_mariadb(installed("mysqld", folders="/usr/sbin")),)
     ADVICE: ClassVar[str] = (
         "Install MySQL (Ubuntu: apt-get install mysql-server), or name a server of yours: "
         "OUTBOX_TEST_MYSQL_URL=mysql://user:password@host:3306/database"
