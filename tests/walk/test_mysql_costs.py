@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from datetime import timedelta
 
+import asyncmy
+import pymysql
 import pytest
 from sqlalchemy import Engine, event, text
 from sqlalchemy.ext.asyncio import create_async_engine
@@ -15,7 +18,7 @@ from outbox.core.attempt import Dead, Done, Outcome, Reason, Released, RetryIn
 from outbox.core.binding import Binding
 from outbox.core.message import Message
 from outbox.core.store import Selection
-from tests.support.mariadb import url_through
+from tests.support.mariadb import arguments, url_through
 
 from .round_trips import MysqlRoundTrips, counting
 from .test_costs import LEASE, MANY, Cost, Meter
@@ -56,6 +59,19 @@ async def test_emitting_is_one_statement_in_the_callers_transaction(meter: Meter
         cost = await meter.cost(lambda: meter.outbox.emit_many(connection, "order.created", many))
         assert cost == Cost(statements=1, round_trips=1)
         await connection.rollback()
+
+
+async def test_a_batch_on_a_drivers_own_connection_is_one_statement_too(meter: Meter) -> None:
+    many = [{"number": n} for n in range(MANY)]
+    address = arguments(meter.engine.url.render_as_string(hide_password=False))
+    connection = await asyncmy.connect(**address)
+    cost = await meter.cost(lambda: meter.outbox.emit_many(connection, "order.created", many))
+    assert cost.round_trips == 1
+    await connection.ensure_closed()
+    plain = await asyncio.to_thread(pymysql.connect, **address)
+    cost = await meter.cost(lambda: asyncio.to_thread(meter.outbox.emit_many_sync, plain, "order.created", many))
+    assert cost.round_trips == 1
+    await asyncio.to_thread(plain.close)
 
 
 async def test_a_transaction_of_the_librarys_own_ends_with_its_commit(meter: Meter) -> None:
