@@ -197,7 +197,7 @@ async def test_counted_rows_mean_the_same_whatever_the_connection_counts(
 async def test_another_engine_is_refused(engine: AsyncEngine, outbox: Outbox, table_name: str) -> None:
     await outbox.create_tables()
     async with engine.begin() as connection:
-        await connection.execute(text(f"ALTER TABLE {table_name} ENGINE=MyISAM"))
+        await connection.execute(text(f"ALTER TABLE {table_name}_state ENGINE=MyISAM"))
     [difference] = await outbox.check_tables()
     assert "MyISAM" in difference.what and difference.breaks
     with pytest.raises(ConfigurationError, match="MyISAM"):

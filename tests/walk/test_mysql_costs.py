@@ -41,10 +41,9 @@ async def meter(mariadb_url: str, table_name: str) -> AsyncIterator[Meter]:
         await meter.routed()
         async with outbox.store.feed.claim(Selection(limit=1, lease=LEASE, destination="q")) as claim:
             await claim.settle({claim.attempts[0].id: Done()})
-        async with engine.connect() as connection:
-            await outbox.emit(connection, "order.created", {"number": 0})
-        async with outbox.transaction() as session:
-            await session.execute(text("SELECT 1"))
+        for each in (engine, outbox.engines.asynchronous):
+            async with each.connect() as connection:
+                await outbox.emit(connection, "order.created", {"number": 0})
         event.listen(Engine, "before_cursor_execute", meter.count)
         stack.callback(event.remove, Engine, "before_cursor_execute", meter.count)
         yield meter
@@ -82,9 +81,9 @@ async def test_a_transaction_of_the_librarys_own_ends_with_its_commit(meter: Met
     assert await meter.cost(work) == Cost(statements=1, round_trips=2)
 
 
-async def test_a_batch_is_routed_in_four_round_trips(meter: Meter) -> None:
+async def test_a_batch_is_routed_in_three_round_trips(meter: Meter) -> None:
     await meter.emit()
-    assert await meter.cost(meter.routed) == Cost(statements=3, round_trips=4)
+    assert await meter.cost(meter.routed) == Cost(statements=2, round_trips=3)
 
 
 async def test_a_look_that_finds_nothing_to_route_takes_two_round_trips(meter: Meter) -> None:

@@ -240,7 +240,7 @@ async def test_a_server_that_is_restarted_is_found_again(
 async def _emitted(outbox: Outbox, body: int) -> bool:
     try:
         await emit(outbox, body)
-    except DBAPIError:
+    except (DBAPIError, TransactionError):
         return False
     return True
 
@@ -276,7 +276,7 @@ async def test_a_server_that_may_only_be_read_uses_up_no_attempts(
     async with outbox.running(listeners=[listener]):
         await reached(entered)
         statement(server.url, begin)
-        if number == "1792":  # it holds for new sessions
+        if number == "1792":  # a session keeps the mode with which it began
             await asyncio.to_thread(Sessions(server.url, "shop").end_all)
         with pytest.raises(TransactionError, match=number):
             await emit(outbox, 2)
@@ -286,11 +286,65 @@ async def test_a_server_that_may_only_be_read_uses_up_no_attempts(
         assert await effects.all() == []
         statement(server.url, end)
         await eventually(lambda: _are(effects, ["1"]))
-        await emit(outbox, 3)
+        await eventually(lambda: _emitted(outbox, 3))
         await eventually(lambda: _are(effects, ["1", "3"]))
     assert await outbox.dead_letters.list() == []
     assert {type(event.outcome) for event in watch.of(Handled)} <= {Done, Released}
     assert all(event.attempt.attempt_count == 1 for event in watch.of(Handled) if isinstance(event.outcome, Done))
+
+
+async def test_a_server_that_recovers_and_writes_nothing_uses_up_no_attempts(
+    on_server: MakeShop, server: MariaDB | MySQL, effects_on: Callable[[Outbox], Any], watch: Watch
+) -> None:
+    """1836, from a server that was started with innodb_force_recovery."""
+    outbox = on_server()
+    await outbox.create_tables()
+    effects = effects_on(outbox)
+    await effects.create()
+    entered, go_on = asyncio.Event(), asyncio.Event()
+    errors: list[str] = []
+
+    @listen("#", queue="q", retry_delays=())
+    async def listener(body: int, session: AsyncSession) -> None:
+        entered.set()
+        await go_on.wait()
+        try:
+            await session.execute(effects.write(str(body)))
+        except DBAPIError as error:
+            errors.append(str(error.orig))
+            raise
+
+    await emit(outbox, 1)
+    async with outbox.running(listeners=[listener]):
+        await reached(entered)
+        await asyncio.to_thread(_restart, server, {"innodb-force-recovery": "5"})
+        with pytest.raises(TransactionError, match="takes no writes.*1836"):
+            await _emitted_at_last(outbox, 2)
+        go_on.set()
+        await eventually(lambda: any("1836" in error for error in errors))
+        await asyncio.sleep(0.5)
+        await asyncio.to_thread(_restart, server, {})
+        await eventually(lambda: _are(effects, ["1"]))
+    assert await outbox.dead_letters.list() == []
+    assert {type(event.outcome) for event in watch.of(Handled)} <= {Done, Released}
+
+
+def _restart(server: MariaDB | MySQL, settings: dict[str, str]) -> None:
+    server.stop()
+    server._settings.pop("innodb-force-recovery", None)
+    server._settings.update(settings)
+    server.start()
+
+
+async def _emitted_at_last(outbox: Outbox, body: int) -> None:
+    """After the connections that the server has ended were used up."""
+    while True:
+        try:
+            await emit(outbox, body)
+        except DBAPIError:
+            await asyncio.sleep(0.05)
+        else:
+            return
 
 
 @pytest.mark.skipif(on_mysql(), reason="MySQL cannot be told to call itself another version")
