@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from sqlalchemy import make_url
 
 _SYNC, _QUERY = b"S"[0], b"Q"[0]  # after each of these PostgreSQL answers "ready for query"
-_QUIT = 1  # MariaDB answers nothing to it
+_QUIT = b"\x01"  # MariaDB answers nothing to it
 
 
 class RoundTrips:
@@ -52,7 +52,7 @@ class MysqlRoundTrips(RoundTrips):
                 head = await reader.readexactly(4)
                 body = await reader.readexactly(int.from_bytes(head[:3], "little"))
                 writer.write(head + body)
-                self.count += head[3] == 0 and body[0] != _QUIT
+                self.count += head[3] == 0 and body[:1] != _QUIT
         finally:
             writer.close()
 

@@ -118,10 +118,10 @@ class MysqlDialect(MysqlShapes, SqlDialect):
         return func.right(text, length)
 
     def skipping_locked(self, statement: Select[Any]) -> Select[Any]:
-        return statement.with_for_update(skip_locked=True)
+        return statement.with_for_update(skip_locked=True, of=_tables_of(statement))
 
     def locking(self, statement: Select[Any], table: Table) -> Select[Any]:
-        return by_key(statement, table).with_for_update()
+        return by_key(statement, table).with_for_update(of=table)
 
     def size(self, column: ColumnElement[Any]) -> ColumnElement[int]:
         return func.coalesce(func.octet_length(column), _ZERO, type_=Integer)
@@ -202,6 +202,11 @@ class MysqlDialect(MysqlShapes, SqlDialect):
         transactions.leave_replicas(plain)
         if plain is not engine:
             transactions.roll_back_what_is_open(plain.pool)
+
+
+def _tables_of(statement: Select[Any]) -> list[Table]:
+    """Of these FOR UPDATE is told: MySQL would lock what JSON_TABLE makes, MariaDB has no word for it and needs none."""
+    return [each for each in statement.get_final_froms() if isinstance(each, Table)]
 
 
 @contextmanager

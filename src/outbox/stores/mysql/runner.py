@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 from sqlalchemy import Connection, event
@@ -112,6 +113,10 @@ def _carefully(work: Callable[[Connection], Result]) -> Callable[[Connection], R
     return lambda connection: work(carefully(connection))
 
 
+async def _sent(statement: str, driver: Any) -> None:
+    await driver.query(statement)
+
+
 async def _let_go(connection: AsyncConnection) -> None:
     if not connection.invalidated:
         await connection.rollback()
@@ -121,10 +126,9 @@ def session_is_ours(pool: Pool) -> None:
     """Let each new connection of a pool be as ours are."""
 
     def connected(connection: Any, record: Any) -> None:
-        cursor = connection.cursor()
+        # Past asyncmy's cursors, which log each warning: MySQL has one for this sql_mode.
         for statement in _SESSION:
-            cursor.execute(statement)
-        cursor.close()
+            connection.run_async(partial(_sent, statement))
 
     event.listen(pool, "connect", connected)
     transactions.roll_back_what_is_open(pool)

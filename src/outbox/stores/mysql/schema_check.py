@@ -36,7 +36,7 @@ _INDEXES = text(
 _PRIMARY = "PRIMARY"
 _NAMES = {"bool": "tinyint(1)", "integer": "int"}  # what the servers call them
 _WIDTH = re.compile(r"\b(bigint|int)\(\d+\)")  # with which MariaDB shows numbers
-_INTRODUCER = re.compile(r"_utf8mb[34]\\?(?=')")
+_INTRODUCER = re.compile(r"_utf8mb[34](?=')")
 
 
 def engines_of(connection: Connection, names: Sequence[str], schema: str | None) -> dict[str, str]:
@@ -135,5 +135,5 @@ def _index(rows: Sequence[Row[Any]]) -> str:
 
 def _expression(written: str) -> str:
     """A computed column's, without what the servers add to it."""
-    bare = re.sub(r"[()`\\]", " ", _INTRODUCER.sub("", written))
+    bare = re.sub(r"[()`]", " ", _INTRODUCER.sub("", written.replace("\\'", "'")))  # MySQL escapes quotes
     return re.sub(r"\s+", " ", bare).strip().lower()

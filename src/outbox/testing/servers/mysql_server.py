@@ -57,6 +57,7 @@ class MySQL(PrivateServer):
             "max-connections": "300",
             "skip-name-resolve": "1",
             "mysqlx": "0",
+            "secure-file-priv": "NULL",  # a package's folder may be closed to our account
             **(settings or {}),
         }
 
