@@ -205,7 +205,7 @@ class MysqlDialect(MysqlShapes, SqlDialect):
 
 
 def _tables_of(statement: Select[Any]) -> list[Table]:
-    """Of these FOR UPDATE is told: MySQL would lock what JSON_TABLE makes, MariaDB has no word for it and needs none."""
+    """What FOR UPDATE names: MySQL would lock what JSON_TABLE makes. MariaDB has no word for it, and needs none."""
     return [each for each in statement.get_final_froms() if isinstance(each, Table)]
 
 
