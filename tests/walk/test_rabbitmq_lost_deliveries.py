@@ -9,10 +9,12 @@ from contextlib import asynccontextmanager
 from urllib.parse import urlsplit
 
 import pytest
+from aiormq import spec
 
 from outbox import Listener, Outbox
 from outbox.core.events import Handled, Troubled, Unsettled
 from tests.conftest import MakeOutbox
+from tests.support.amqp import channel_to
 from tests.support.broker import VirtualHost
 from tests.support.observing import PATIENCE, Recorder, eventually
 from tests.support.proxy import Link, Proxy
@@ -108,6 +110,37 @@ async def test_a_thread_whose_connection_is_lost_again_and_again_runs_once_at_a_
         go_on.set()
         [handled] = await recorder.wait_for(Handled)
     assert (starts, most_at_work, handled.attempt.crash_count) == (2, 1, 0)
+
+
+@one_database
+async def test_counts_that_a_stranger_wrote_are_not_taken_for_the_brokers(
+    make_outbox: MakeOutbox, vhost: VirtualHost, link: Link, recorder: Recorder
+) -> None:
+    """RabbitMQ 4.3 leaves the first of them as it was written, and counts in the second; 3.10 knows only the first."""
+    starts = 0
+    go_on = asyncio.Event()
+
+    async def hang(order: object) -> None:
+        nonlocal starts
+        starts += 1
+        await go_on.wait()
+
+    async with working(make_outbox, vhost, Listener("order.*", hang, queue="orders"), recorder, link):
+        async with channel_to(vhost.url) as channel:
+            forged = {"x-delivery-count": 50, "x-acquired-count": 50}
+            await channel.basic_publish(
+                b"{}",
+                exchange="outbox",
+                routing_key="order.created",
+                properties=spec.Basic.Properties(content_type="application/json", headers=forged),
+            )
+        await eventually(lambda: starts == 1)
+        link.cut()
+        await eventually(lambda: starts == 2)
+        go_on.set()
+        [handled] = await recorder.wait_for(Handled)
+    attempt = handled.attempt
+    assert (attempt.attempt_count, attempt.crash_count, attempt.isolated) == (1, 0, False)
 
 
 @one_database
