@@ -17,7 +17,7 @@ from outbox.core.store import Lease, Rows
 from outbox.stores.burying import SqlBurying
 from outbox.stores.dialect import SqlDialect
 from outbox.stores.leases import held
-from outbox.stores.settling import FencedChange, Fetch, SqlSettling, Token
+from outbox.stores.settling import FencedChange, SqlSettling, Token
 
 _CAREFULLY = {"outbox_carefully": True}
 
@@ -44,7 +44,7 @@ class MysqlChange(FencedChange):
         bearer = bindparam("bearer", type_=messages.c.lease_token.type)
         self._left = select(messages.c.id).where(dialect.among(messages.c.id, "ids"), messages.c.lease_token == bearer)
 
-    def of_ids(self, connection: Connection, ids: Sequence[int], token: Token, fetch: Fetch) -> set[int]:
+    def of_ids(self, connection: Connection, ids: Sequence[int], token: Token) -> set[int]:
         return self._of(connection, ids, token, lambda few: {"ids": self._dialect.listed(sorted(few))})
 
     def of_rows(self, connection: Connection, rows: Rows, token: Token) -> set[int]:
