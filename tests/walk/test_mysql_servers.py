@@ -17,12 +17,12 @@ from outbox import ConfigurationError, Listener, Outbox, TransactionError, liste
 from outbox.core.attempt import Done, Released
 from outbox.core.events import Handled, Recovered, Troubled
 from outbox.testing.servers import MariaDB, MySQL
-from tests.conftest import MakeOutbox
 from tests.support.databases import url_on
 from tests.support.mariadb import arguments, on_mysql, private_server, statement, url_through
 from tests.support.observing import eventually
+from tests.support.outboxes import MakeOutbox, emit
 
-from .strategies import Effects, Watch, emit, reached
+from .strategies import Effects, Watch, reached
 
 
 @pytest.fixture

@@ -23,12 +23,12 @@ from outbox.core.binding import Binding
 from outbox.core.diagnosis import Level
 from outbox.core.store import Selection
 from outbox.doctor import examine
-from tests.conftest import MakeOutbox
 from tests.support.databases import url_on
 from tests.support.mariadb import private_server, statement, url_through
 from tests.support.observing import arrival, eventually
+from tests.support.outboxes import MakeOutbox, emit
 
-from .strategies import Watch, emit
+from .strategies import Watch
 
 ODD = "straße 🚀 ключ \\' \" % %s"
 

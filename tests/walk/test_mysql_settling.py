@@ -20,6 +20,8 @@ from tests.support.databases import url_on
 
 LATE = timedelta(seconds=2)
 
+pytestmark = pytest.mark.servers
+
 
 @pytest.fixture
 def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:

@@ -79,12 +79,13 @@ def engine_on_a_file(**options: Any) -> Engine:
 async def pre_ping(_: str) -> None:
     engine = engine_on_a_file(pool_pre_ping=True)
     pings = []
-    ping = engine.dialect.do_ping
-    engine.dialect.do_ping = lambda connection: pings.append(1) or ping(connection)  # type: ignore[method-assign, func-returns-value]
+    dialect: Any = engine.dialect
+    ping = dialect.do_ping
+    dialect.do_ping = lambda connection: pings.append(1) or ping(connection)
     pool: Any = engine.pool.recreate()
     pinged = []
     for pool._pre_ping in (True, False):
-        for _ in range(2):
+        for _again in range(2):
             pool.connect().close()
         pinged.append(len(pings))
         pings.clear()
@@ -97,7 +98,7 @@ async def reset_on_return(_: str) -> None:
     engine = engine_on_a_file()
     rollbacks: list[int] = []
     engine.connect().close()  # the first one asks the server what it can do
-    engine.dialect.do_rollback = lambda connection: rollbacks.append(1)  # type: ignore[method-assign]
+    engine.dialect.do_rollback = lambda _: rollbacks.append(1)  # type: ignore[method-assign, assignment]
     counted = []
     pool: Any = engine.pool
     for pool._reset_on_return in (ResetStyle.reset_rollback, ResetStyle.reset_none):

@@ -13,11 +13,11 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from sqlalchemy.pool import Pool
 
-from outbox.core.errors import ConfigurationError
+from outbox.core.errors import ConfigurationError, LeaseLost
 from outbox.core.loops import LoopLocal
 from outbox.stores.dialect import SqlDialect
 from outbox.stores.mysql import examination, transactions
-from outbox.stores.mysql.settling import NotAllHeld, carefully
+from outbox.stores.mysql.settling import carefully
 from outbox.stores.runner import Runner, spare
 from outbox.stores.tables import Tables
 
@@ -72,7 +72,7 @@ class MysqlRunner(Runner):
             async with engine.connect() as connection:
                 try:
                     result = await connection.run_sync(_carefully(work) if careful else work)
-                except NotAllHeld:
+                except LeaseLost:  # some were not changed: which, is found out by another transaction
                     if not tries_left:
                         raise
                     careful = True

@@ -1,7 +1,8 @@
 """MysqlSettling: attempts end by one statement for each kind of outcome, which tells how many rows it has changed.
 
 The condition on the lease is part of the statement that changes a row: a process that is frozen between two statements
-cannot write under a lease that has ended meanwhile. Which rows these were is asked only where they are not all.
+cannot write under a lease that has ended meanwhile. Which rows these were is asked only where they are not all: then
+LeaseLost rolls a transaction of the store's own back, and it runs again with care.
 """
 
 from __future__ import annotations
@@ -20,10 +21,6 @@ from outbox.stores.leases import held
 from outbox.stores.settling import FencedChange, SqlSettling, Token
 
 _CAREFULLY = {"outbox_carefully": True}
-
-
-class NotAllHeld(LeaseLost):
-    """Some rows were not changed, and the transaction must not commit: which rows is found out by another one."""
 
 
 def carefully(connection: Connection) -> Connection:
@@ -63,7 +60,7 @@ class MysqlChange(FencedChange):
         if count in (0, len(wanted)):
             return wanted if count else set()
         if not _is_careful(connection):
-            raise NotAllHeld(f"{len(wanted) - count} of {len(wanted)} leases ran out before they were settled")
+            raise LeaseLost(f"{len(wanted) - count} of {len(wanted)} leases ran out before they were settled")
         [bearer] = token.values()
         left = connection.execute(self._left, {"ids": self._dialect.listed(sorted(wanted)), "bearer": bearer})
         return wanted - set(left.scalars())
@@ -104,7 +101,7 @@ class MysqlBurying(SqlBurying):
         tokens = {name: parameters[name] for name in ("token", "apart")}
         count = connection.execute(self._gone_if_held, {"ids": self._dialect.listed(ids), **tokens}).rowcount
         if count < len(ids):
-            raise NotAllHeld("a lease ran out before its message was a dead letter")
+            raise LeaseLost("a lease ran out before its message was a dead letter")
 
     @kept_property
     def _gone_if_held(self) -> Executable:
