@@ -95,7 +95,7 @@ class MysqlBurying(SqlBurying):
     """A message is deleted only under its lease: if that has ended since it was copied, the copy is rolled back."""
 
     def _delete(self, connection: Connection, ids: Sequence[int], parameters: Mapping[str, Any]) -> None:
-        if "token" not in parameters:  # nobody holds a lease on what is swept out
+        if "token" not in parameters:  # an expired message is swept out without a lease
             super()._delete(connection, ids, parameters)
             return
         tokens = {name: parameters[name] for name in ("token", "apart")}
