@@ -23,11 +23,11 @@ pytest.register_assert_rewrite(
 
 from outbox import Outbox  # noqa: E402 - after pytest was told whose assertions to explain
 from outbox.testing import servers  # noqa: E402
-from outbox.testing.servers import PgBouncer, Server, mariadb, postgresql  # noqa: E402
+from outbox.testing.servers import PgBouncer, Server, postgresql  # noqa: E402
 from tests.support.broker import VirtualHost  # noqa: E402
 from tests.support.contracts import told  # noqa: E402
 from tests.support.databases import DATABASES, url_on  # noqa: E402
-from tests.support.mariadb import statement  # noqa: E402
+from tests.support.mariadb import shared_server, statement  # noqa: E402
 from tests.support.needs import needs_server  # noqa: E402
 from tests.support.observing import Recorder  # noqa: E402
 from tests.support.outboxes import MakeOutbox  # noqa: E402
@@ -44,8 +44,8 @@ def postgresql_url() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def mariadb_url() -> Iterator[str]:
-    """A real MariaDB for the whole run, as `mariadb://…`."""
-    with mariadb() as server:
+    """A real MariaDB for the whole run, as `mariadb://…`; a MySQL, as `mysql://…`, where that is asked for."""
+    with shared_server() as server:
         yield server.url
 
 

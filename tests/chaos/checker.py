@@ -12,7 +12,7 @@ from hashlib import sha256
 
 from tests.chaos.evidence import Buried, Change, Effect, FinalTables, Place
 from tests.chaos.fates import FATES, HANGING, MOST_ATTEMPTS, MOST_CRASHES, QUEUES
-from tests.chaos.history import COMMITTED, ROLLED_BACK, UNKNOWN, UNTOLD, Emitted, History, Struck
+from tests.chaos.history import COMMITTED, ROLLED_BACK, UNKNOWN, UNTOLD, Emitted, History
 
 RECOVERY = 10.0  # seconds within which work resumes once the faults are over
 STOPPING = 20.0  # seconds within which a process that was told to stop is gone
@@ -262,20 +262,14 @@ def _leases(history: History, tables: FinalTables) -> Iterator[Violation]:
 def _held_the_row(history: History, change: Change) -> bool:
     """Whether a transaction may have looked at the lease in time, and kept all others away until it wrote.
 
-    SQLite knows no moment at which a transaction began to write. On MariaDB one statement locks rows whose lease holds,
-    and the next one changes them. A process that is frozen in between is late, and nobody has taken its rows.
+    SQLite knows no moment at which a transaction began to write. On servers the statement that changes a row looks at
+    its lease.
     """
-    if change.old_until is None or not (change.application is None or change.locked_first):
+    if change.old_until is None or change.application is not None:
         return False
     ended, written = change.old_until.timestamp(), change.at.timestamp()
-    if change.locked_first and written <= ended + ON_THE_WAY:
-        return True
-    holding = [fault for fault in history.faults if fault.kind in ("freeze", "delay") and _strikes(fault, change)]
-    return any(fault.began <= ended <= fault.ended and written <= fault.ended + ON_THE_WAY for fault in holding)
-
-
-def _strikes(fault: Struck, change: Change) -> bool:
-    return change.application is None or change.application.startswith(f"{fault.target}.")
+    frozen = [fault for fault in history.faults if fault.kind == "freeze"]
+    return any(fault.began <= ended <= fault.ended and written <= fault.ended + ON_THE_WAY for fault in frozen)
 
 
 def _recovery(history: History, tables: FinalTables) -> Iterator[Violation]:

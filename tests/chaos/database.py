@@ -31,8 +31,6 @@ MEBIBYTE = 1024 * 1024
 class Database(ABC):
     """Where the application and its outbox live."""
 
-    locks_first = False  # whether the library locks rows there by a statement before the one that changes them
-
     def __init__(self, disk_size: int) -> None:
         self.disk = Disk(disk_size)
         self._stack = ExitStack()
@@ -177,7 +175,6 @@ class Database(ABC):
                 old_until=row.old_until and _utc(row.old_until),
                 new_token=row.new_token and row.new_token.hex,
                 attempts=row.attempts,
-                locked_first=self.locks_first,
             )
 
 

@@ -48,7 +48,6 @@ class Change:
     old_until: datetime | None
     new_token: str | None
     attempts: int = 0  # that had failed before the change
-    locked_first: bool = False  # whether rows are locked by the statement before the one that changes them
 
 
 @dataclass(frozen=True)

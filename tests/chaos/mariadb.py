@@ -24,8 +24,6 @@ _PROCESSES = "SELECT id FROM information_schema.processlist WHERE user REGEXP '^
 class MariadbDatabase(ServerDatabase):
     """A private server, to which every process says its name as its user: triggers know it by nothing else."""
 
-    locks_first = True
-
     def _start(self, stack: ExitStack) -> None:
         self._server = stack.enter_context(MariaDB(settings=SETTINGS))
         statement(self._server.url, "CREATE USER ''@'%'")  # whatever a process calls itself

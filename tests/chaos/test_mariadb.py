@@ -13,7 +13,7 @@ from sqlalchemy.orm import Session
 
 from tests.chaos import deadlocks
 from tests.chaos.mysql_proxy import MysqlLink
-from tests.support.mariadb import arguments, statement
+from tests.support.mariadb import arguments, statement, url_through
 from tests.support.proxy import Proxy
 
 SOON = 30.0  # seconds
@@ -77,7 +77,7 @@ def test_a_cut_ends_connections_and_the_next_one_works(
 
 @pytest.fixture
 async def session(mariadb_database: str) -> AsyncIterator[AsyncSession]:
-    engine = create_async_engine(mariadb_database.replace("mariadb://", "mysql+asyncmy://"))
+    engine = create_async_engine(url_through(mariadb_database, "asyncmy"))
     async with engine.begin() as connection:
         await connection.run_sync(_make)
     async with AsyncSession(engine) as session:
@@ -103,7 +103,7 @@ async def test_a_deadlock_leaves_nothing_of_a_transaction_and_says_nothing(
 
 async def test_so_does_one_of_a_plain_session(session: AsyncSession, mariadb_database: str) -> None:
     def work() -> None:
-        engine = create_engine(mariadb_database.replace("mariadb://", "mysql+pymysql://"))
+        engine = create_engine(url_through(mariadb_database, "pymysql"))
         with Session(engine) as plain:
             plain.execute(text("INSERT INTO fact VALUES (1)"))
             deadlocks.run_into_plainly(plain)

@@ -14,6 +14,7 @@ import psycopg
 import pytest
 
 from outbox.testing.servers import PgBouncer
+from tests.support.mariadb import url_through
 
 from .pages import all_pages
 from .run_page import BROKER, MARIADB, PLACEHOLDER, POOLED
@@ -48,7 +49,7 @@ def pooled(database: str) -> Iterator[str]:
 @pytest.fixture
 def on_mariadb(mariadb_database: str) -> str:
     """The same on MariaDB."""
-    return mariadb_database.replace("mariadb://", "mysql+asyncmy://")
+    return url_through(mariadb_database, "asyncmy")
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -10,6 +10,7 @@ from tests.matrix.versions import OLDEST_SQLITE
 
 from .pages import ROOT
 
+NAMED = r"(Python|PostgreSQL|MariaDB|MySQL|RabbitMQ|SQLite) ([\d., and]+\d)"
 RESULTS = {result.name: result for result in recorded()}
 
 
@@ -29,7 +30,9 @@ def test_every_version_that_the_readme_names_was_run() -> None:
     assert line is not None
     named = {
         f"{subject.lower()}-{version}"
-        for subject, versions in re.findall(r"(Python|PostgreSQL|RabbitMQ|SQLite) ([\d., and]+\d)", line[1])
+        for subject, versions in re.findall(
+            r"(Python|PostgreSQL|MariaDB|MySQL|RabbitMQ|SQLite) ([\d., and]+\d)", line[1]
+        )
         for version in re.findall(r"[\d.]*\d", versions)
     }
     assert named == {name for name in RESULTS if not name.startswith("dependencies-")}

@@ -20,6 +20,7 @@ from tests.matrix.results import Result, counted
 from tests.matrix.sqlite_library import library_of
 from tests.matrix.trees import tree_of
 from tests.matrix.versions import Version
+from tests.support.mariadb import ON_MYSQL
 
 _REPORT = "report-of-the-matrix.xml"
 _NOTHING_RUN = 5  # pytest's exit code where no test was left
@@ -29,28 +30,33 @@ _RAN = (0, 1)  # all passed, or some failed
 _TELL = """
 import platform, re, sqlite3, subprocess, sys
 from importlib.metadata import version
-from outbox.testing.servers import PostgreSQL, RabbitMQ, ServerMissing
+from outbox.testing.servers import MariaDB, MySQL, PostgreSQL, RabbitMQ, ServerMissing
 from outbox.testing.servers.ladder import find
+def of(name, server, program):
+    try:
+        folder = find(name, server.LADDER, "").folder
+    except ServerMissing:
+        return
+    said = subprocess.run([folder / program, "--version"], capture_output=True, text=True).stdout if program else folder
+    print(name, re.findall(r"(?:Ver |\\) |rabbitmq_server-)([0-9.]+)", str(said))[0], file=file)
 with open(sys.argv[1], "w") as file:
     print("Python", platform.python_version(), file=file)
-    try:
-        programs = find("PostgreSQL", PostgreSQL.LADDER, "")
-        said = subprocess.run([programs.folder / "postgres", "--version"], capture_output=True, text=True).stdout
-        print("PostgreSQL", said.split()[2], file=file)
-        programs = find("RabbitMQ", RabbitMQ.LADDER, "")
-        print("RabbitMQ", re.findall("rabbitmq_server-([0-9.]+)", str(programs.folder))[0], file=file)
-    except ServerMissing:
-        pass
+    of("PostgreSQL", PostgreSQL, "postgres")
+    of("MariaDB", MariaDB, "mariadbd")
+    of("MySQL", MySQL, "mysqld")
+    of("RabbitMQ", RabbitMQ, "")
     print("SQLite", sqlite3.sqlite_version, file=file)
-    for name in ("SQLAlchemy", "pydantic", "typer", "rich", "aiosqlite", "asyncpg", "psycopg", "aio-pika", "aiohttp"):
+    for name in ("SQLAlchemy", "pydantic", "typer", "rich", "aiosqlite", "asyncpg", "psycopg", "asyncmy", "aio-pika",
+                 "aiohttp"):
         print(name, version(name), file=file)
 """
 # What the table names of them, the one in question first.
 _NAMED = {
     "postgresql": ("PostgreSQL", "Python", "SQLAlchemy"),
+    "mysql": ("MariaDB", "MySQL", "Python", "SQLAlchemy", "asyncmy"),
     "rabbitmq": ("RabbitMQ", "Python"),
     "sqlite": ("SQLite", "Python", "SQLAlchemy"),
-    "all": ("Python", "PostgreSQL", "RabbitMQ", "SQLite", "SQLAlchemy"),
+    "all": ("Python", "PostgreSQL", "MariaDB", "RabbitMQ", "SQLite", "SQLAlchemy"),
 }
 
 
@@ -66,7 +72,7 @@ class Place:
         command = [self.python, *arguments]
         if self.tree is not None:
             allowed = {"OUTBOX_TEST_DOWNLOADS": "0"}  # the tree has what belongs to its version
-            return inside(self.tree, command, folder=f"/{SOURCES}", variables=allowed)
+            return inside(self.tree, command, folder=f"/{SOURCES}", variables={**allowed, **(self.variables or {})})
         surroundings = {"OUTBOX_TEST_DOWNLOADS": "1", **os.environ, **(self.variables or {})}
         return subprocess.run(command, cwd=ROOT, env=surroundings, check=False).returncode
 
@@ -114,7 +120,7 @@ def _place(version: Version) -> Iterator[Place]:
         namespaces.check()
         tree = tree_of(version.tree)
         with _alone_in(tree):
-            yield Place(prepare_tree(tree, version.python), tree)
+            yield Place(prepare_tree(tree, version.python), tree, {ON_MYSQL: "1"} if version.on_mysql else {})
         return
     variables = {"LD_LIBRARY_PATH": str(library_of(version.sqlite))} if version.sqlite else {}
     yield Place(prepare_machine(version.dependencies), None, variables)

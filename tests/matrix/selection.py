@@ -12,10 +12,11 @@ import pytest
 # The words in a test's name and fixtures that tell, and the servers that its module starts for itself.
 _WORDS = {
     "postgresql": ("postgresql", "asyncpg", "psycopg", "pgbouncer"),
+    "mysql": ("mariadb", "mysql", "asyncmy"),
     "rabbitmq": ("rabbitmq", "vhost", "aio-pika", "aio_pika", "amqp"),
     "sqlite": ("sqlite",),
 }
-_STARTED = {"postgresql": "PostgreSQL", "rabbitmq": "RabbitMQ"}
+_STARTED = {"postgresql": "PostgreSQL", "mysql": "MariaDB", "rabbitmq": "RabbitMQ"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -35,7 +36,7 @@ def belongs(item: pytest.Item, wanted: str) -> bool:
     """Whether a test speaks to it: by its parameters, if they name any of these, else by its fixtures and its name."""
     parameters = item.name.partition("[")[2]
     named = {subject for subject, words in _WORDS.items() if _speaks(parameters, words)}
-    if named & {"postgresql", "sqlite"} and wanted != "rabbitmq":
+    if named & {"postgresql", "mysql", "sqlite"} and wanted != "rabbitmq":
         return wanted in named
     fixtures = " ".join(getattr(item, "fixturenames", ()))
     if _speaks(f"{item.nodeid} {fixtures}", _WORDS[wanted]):

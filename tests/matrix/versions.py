@@ -33,31 +33,35 @@ class Version:
 
     name: str
     says: str  # what the table calls it
-    belongs: str  # which tests: those of postgresql, rabbitmq or sqlite, or all
+    belongs: str  # which tests: those of postgresql, mysql, rabbitmq or sqlite, or all
     tests: Sequence[str] = CONTRACTS
     python: str = THIS_PYTHON
     tree: Tree | None = None  # None: on this machine
     dependencies: str = field(default="locked")  # or oldest, newest
     sqlite: str = ""  # a SQLite to build
+    on_mysql: bool = False  # what runs on MariaDB elsewhere
 
 
 _TOOLS = ("python3-pip-whl", "ca-certificates", "openssl", "pgbouncer", "procps", "make", "git")
 
-BOOKWORM = Tree("bookworm", (*_TOOLS, "postgresql-15", "rabbitmq-server", "python3.11"))
+BOOKWORM = Tree("bookworm", (*_TOOLS, "postgresql-15", "mariadb-server-core", "rabbitmq-server", "python3.11"))
 OLDER_POSTGRESQL = Tree("bookworm", (*_TOOLS, "python3.11"), "jammy", ("postgresql-14",))
-NOBLE = Tree("noble", (*_TOOLS, "postgresql-16", "rabbitmq-server", "python3.12"))
+NOBLE = Tree("noble", (*_TOOLS, "postgresql-16", "mariadb-server-core", "rabbitmq-server", "python3.12"))
 TRIXIE = Tree(
     "trixie",
-    (*_TOOLS, "postgresql-17", "rabbitmq-server", "python3.13", "ubuntu-archive-keyring"),
+    (*_TOOLS, "postgresql-17", "mariadb-server-core", "rabbitmq-server", "python3.13", "ubuntu-archive-keyring"),
     "bookworm",
     ("python3.11",),
 )
 SID = Tree(
     "sid",
-    (*_TOOLS, "postgresql-18", "rabbitmq-server", "python3.14"),
+    (*_TOOLS, "postgresql-18", "mariadb-server-core", "rabbitmq-server", "python3.14"),
     "bookworm",
     ("python3.11",),
 )
+# MySQL's package excludes MariaDB's.
+MYSQL_8 = Tree("bookworm", (*_TOOLS, "python3.11"), "jammy", ("mysql-server-core-8.0",))
+MYSQL_9 = Tree("sid", (*_TOOLS, "mysql-server-core"), "bookworm", ("python3.11",))
 
 VERSIONS = (
     Version("python-3.11", "Python 3.11", "all", EVERY_PART, "3.11", BOOKWORM),
@@ -68,6 +72,10 @@ VERSIONS = (
     Version("postgresql-15", "PostgreSQL 15", "postgresql", tree=BOOKWORM),
     Version("postgresql-17", "PostgreSQL 17", "postgresql", tree=TRIXIE),
     Version("postgresql-18", "PostgreSQL 18", "postgresql", tree=SID),
+    Version("mariadb-10.11", "MariaDB 10.11", "mysql", tree=BOOKWORM),
+    Version("mariadb-11.8", "MariaDB 11.8", "mysql", tree=TRIXIE),
+    Version("mysql-8.0", "MySQL 8.0", "mysql", tree=MYSQL_8, on_mysql=True),
+    Version("mysql-9", "MySQL 9", "mysql", tree=MYSQL_9, on_mysql=True),
     Version("rabbitmq-3.10", "RabbitMQ 3.10", "rabbitmq", tree=BOOKWORM),
     Version("rabbitmq-4.0", "RabbitMQ 4.0", "rabbitmq", tree=TRIXIE),
     Version("rabbitmq-4.3", "RabbitMQ 4.3", "rabbitmq", tree=SID),

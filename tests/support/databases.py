@@ -27,4 +27,5 @@ def url_on(request: pytest.FixtureRequest, name: str, folder: Path) -> str:
     if name == "sqlite":
         return f"sqlite+aiosqlite:///{folder / 'outbox.db'}"
     url: str = request.getfixturevalue(_FIXTURES[name.partition("+")[0]])
-    return f"{name}://{url.partition('://')[2]}"
+    server, _, address = url.partition("://")
+    return f"{name.replace('mariadb', server)}://{address}"

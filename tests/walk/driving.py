@@ -214,7 +214,8 @@ class Threaded(Driving):
         return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: here.run(work, *args, **options))
 
     async def close(self) -> None:
-        await self.run(lambda: self.connection.close())  # looked up there, for Django's differ from thread to thread
+        if hasattr(self, "connection"):  # a test of a driver that is not installed is skipped before it connects
+            await self.run(lambda: self.connection.close())  # looked up there: Django's differ from thread to thread
 
     async def end(self) -> None:
         await super().end()

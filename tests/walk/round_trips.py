@@ -1,4 +1,4 @@
-"""RoundTrips: stands between a client and PostgreSQL and counts how often the client waits for an answer."""
+"""RoundTrips: stands between a client and its database and counts how often the client waits for an answer."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from contextlib import asynccontextmanager
 
 from sqlalchemy import make_url
 
-_SYNC, _QUERY = b"S"[0], b"Q"[0]  # after each of these the server answers "ready for query"
+_SYNC, _QUERY = b"S"[0], b"Q"[0]  # after each of these PostgreSQL answers "ready for query"
+_QUIT = b"\x01"  # MariaDB answers nothing to it
 
 
 class RoundTrips:
-    """The count so far. A number taken before is subtracted by whoever compares."""
+    """The count so far, with PostgreSQL. A number taken before is subtracted by whoever compares."""
 
     def __init__(self, host: str, port: int) -> None:
         self.count = 0
@@ -42,6 +43,20 @@ class RoundTrips:
             writer.close()
 
 
+class MysqlRoundTrips(RoundTrips):
+    """The same with MariaDB or MySQL: a command begins with the number 0, and one is sent after the other."""
+
+    async def _requests(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                head = await reader.readexactly(4)
+                body = await reader.readexactly(int.from_bytes(head[:3], "little"))
+                writer.write(head + body)
+                self.count += head[3] == 0 and body[:1] != _QUIT
+        finally:
+            writer.close()
+
+
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     try:
         while data := await reader.read(65536):
@@ -51,10 +66,10 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 @asynccontextmanager
-async def counting(url: str) -> AsyncIterator[tuple[RoundTrips, str]]:
+async def counting(url: str, kind: type[RoundTrips] = RoundTrips) -> AsyncIterator[tuple[RoundTrips, str]]:
     """Round trips to the server, and the URL through which they are counted."""
     parsed = make_url(url)
-    trips = RoundTrips(parsed.host or "127.0.0.1", parsed.port or 5432)
+    trips = kind(parsed.host or "127.0.0.1", parsed.port or 5432)
     server = await asyncio.start_server(trips.serve, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     try:

@@ -2,67 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 from uuid import uuid4
 
 import pytest
-from sqlalchemy import Connection, Engine, event, make_url, text
+from sqlalchemy import Engine, event, make_url, text
 from sqlalchemy.exc import DBAPIError
-from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+from sqlalchemy.ext.asyncio import create_async_engine
 
 from outbox import Outbox
 from outbox.core.attempt import Dead, Done, Outcome, Reason, RetryIn
 from outbox.core.binding import Binding
-from outbox.core.store import Selection, Wanted
+from outbox.core.store import Selection
 from outbox.stores.postgresql import selecting
 from outbox.testing.servers import PostgreSQL
-from tests.walk.round_trips import RoundTrips, counting
+from tests.walk.metering import LEASE, MANY, Cost, Meter
+from tests.walk.round_trips import counting
 
-MANY = 100
-LEASE = timedelta(seconds=60)
 DRIVERS = ("asyncpg", "psycopg")
-
-
-@dataclass
-class Cost:
-    """What was used since the last look."""
-
-    statements: int
-    round_trips: int
-
-
-class Meter:
-    """An outbox whose every word to the database is counted, and a producer beside it who is not."""
-
-    def __init__(self, outbox: Outbox, engine: AsyncEngine, producer: Outbox, trips: RoundTrips) -> None:
-        self.outbox = outbox
-        self.engine = engine
-        self._producer = producer
-        self._trips = trips
-        self._statements: list[str] = []
-
-    def count(self, connection: Connection, _: object, statement: str, *__: object) -> None:
-        if connection.engine.url == self.engine.url:
-            self._statements.append(statement)
-
-    async def cost(self, work: Callable[[], Awaitable[object]]) -> Cost:
-        self._statements.clear()
-        before = self._trips.count
-        await work()
-        for statement in self._statements:
-            print(statement)  # shown by pytest where a count is not what it was
-        return Cost(len(self._statements), self._trips.count - before)
-
-    async def emit(self, count: int = MANY, routing_key: str = "order.created") -> None:
-        async with self._producer.transaction() as session:
-            await self._producer.emit_many(session, routing_key, [{"number": n} for n in range(count)])
-
-    async def routed(self, wanted: int = 0) -> Any:
-        return await self.outbox.store.queues.route(MANY, {}, {"q": Wanted(wanted, LEASE)} if wanted else None)
 
 
 @pytest.fixture(scope="module")

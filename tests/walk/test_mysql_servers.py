@@ -13,12 +13,12 @@ from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 
-from outbox import Listener, Outbox, TransactionError, listen
+from outbox import ConfigurationError, Listener, Outbox, TransactionError, listen
 from outbox.core.attempt import Done, Released
 from outbox.core.events import Handled, Recovered, Troubled
-from outbox.testing.servers import MariaDB
+from outbox.testing.servers import MariaDB, MySQL
 from tests.support.databases import url_on
-from tests.support.mariadb import arguments, statement
+from tests.support.mariadb import arguments, on_mysql, private_server, statement, url_through
 from tests.support.observing import eventually
 from tests.support.outboxes import MakeOutbox, emit
 
@@ -167,9 +167,9 @@ async def test_a_connection_that_is_lost_under_a_listener_uses_up_no_attempt(
 
 
 @pytest.fixture
-async def server(request: pytest.FixtureRequest) -> AsyncIterator[MariaDB]:
+async def server(request: pytest.FixtureRequest) -> AsyncIterator[MariaDB | MySQL]:
     """A server with the settings that the test says."""
-    with MariaDB(settings=getattr(request, "param", {})) as server:
+    with private_server(getattr(request, "param", {})) as server:
         yield server
 
 
@@ -177,14 +177,14 @@ MakeShop = Callable[..., Outbox]
 
 
 @pytest.fixture
-async def on_server(server: MariaDB, watch: Watch) -> AsyncIterator[MakeShop]:
+async def on_server(server: MariaDB | MySQL, watch: Watch) -> AsyncIterator[MakeShop]:
     """Outboxes on that server, of a user who may do nothing to it."""
     statement(server.url, "CREATE USER shop@'%'")
     statement(server.url, "GRANT ALL ON outbox.* TO shop@'%'")
     made: list[Outbox] = []
 
     def make(**options: Any) -> Outbox:
-        url = server.url.replace("mariadb://outbox@", "mysql+asyncmy://shop@")
+        url = url_through(server.url, "asyncmy").replace("//outbox@", "//shop@")
         ours = {"poll_interval": 0.1, "restart_delay": 0.05, "observers": [watch]}
         made.append(Outbox(db_engine_url=url, **{**ours, **options}))
         return made[-1]
@@ -196,7 +196,7 @@ async def on_server(server: MariaDB, watch: Watch) -> AsyncIterator[MakeShop]:
 
 @pytest.mark.parametrize("server", [{"wait-timeout": "1"}], indirect=True)
 async def test_connections_that_idle_longer_than_wait_timeout_are_no_error(
-    on_server: MakeShop, server: MariaDB, watch: Watch
+    on_server: MakeShop, server: MariaDB | MySQL, watch: Watch
 ) -> None:
     outbox = on_server(poll_interval=5)
     handled: list[int] = []
@@ -215,7 +215,9 @@ async def test_connections_that_idle_longer_than_wait_timeout_are_no_error(
     assert watch.of(Troubled) == []
 
 
-async def test_a_server_that_is_restarted_is_found_again(on_server: MakeShop, server: MariaDB, watch: Watch) -> None:
+async def test_a_server_that_is_restarted_is_found_again(
+    on_server: MakeShop, server: MariaDB | MySQL, watch: Watch
+) -> None:
     outbox = on_server()
     handled: list[int] = []
 
@@ -238,15 +240,26 @@ async def test_a_server_that_is_restarted_is_found_again(on_server: MakeShop, se
 async def _emitted(outbox: Outbox, body: int) -> bool:
     try:
         await emit(outbox, body)
-    except DBAPIError:
+    except (DBAPIError, TransactionError):
         return False
     return True
 
 
+READ_ONLY = {
+    "1290": ("SET GLOBAL read_only = 1", "SET GLOBAL read_only = 0"),  # as after a failover, on what is a replica now
+    "1792": ("SET GLOBAL TRANSACTION READ ONLY", "SET GLOBAL TRANSACTION READ WRITE"),
+}
+
+
+@pytest.mark.parametrize("number", READ_ONLY)
 async def test_a_server_that_may_only_be_read_uses_up_no_attempts(
-    on_server: MakeShop, server: MariaDB, effects_on: Callable[[Outbox], Any], watch: Watch
+    on_server: MakeShop,
+    server: MariaDB | MySQL,
+    effects_on: Callable[[Outbox], Any],
+    watch: Watch,
+    number: str,
 ) -> None:
-    """As after a failover, when connections lead to what has become a replica: error 1290."""
+    begin, end = READ_ONLY[number]
     outbox = on_server()
     await outbox.create_tables()
     effects = effects_on(outbox)
@@ -262,20 +275,92 @@ async def test_a_server_that_may_only_be_read_uses_up_no_attempts(
     await emit(outbox, 1)
     async with outbox.running(listeners=[listener]):
         await reached(entered)
-        statement(server.url, "SET GLOBAL read_only = 1")
-        with pytest.raises(TransactionError, match="1290"):
+        statement(server.url, begin)
+        if number == "1792":  # a session keeps the mode with which it began
+            await asyncio.to_thread(Sessions(server.url, "shop").end_all)
+        with pytest.raises(TransactionError, match=number):
             await emit(outbox, 2)
         go_on.set()
         await watch.wait_for(Troubled)
         await asyncio.sleep(0.5)
         assert await effects.all() == []
-        statement(server.url, "SET GLOBAL read_only = 0")
+        statement(server.url, end)
         await eventually(lambda: _are(effects, ["1"]))
-        await emit(outbox, 3)
+        await eventually(lambda: _emitted(outbox, 3))
         await eventually(lambda: _are(effects, ["1", "3"]))
     assert await outbox.dead_letters.list() == []
     assert {type(event.outcome) for event in watch.of(Handled)} <= {Done, Released}
     assert all(event.attempt.attempt_count == 1 for event in watch.of(Handled) if isinstance(event.outcome, Done))
+
+
+async def test_a_server_that_recovers_and_writes_nothing_uses_up_no_attempts(
+    on_server: MakeShop, server: MariaDB | MySQL, effects_on: Callable[[Outbox], Any], watch: Watch
+) -> None:
+    """1836, from a server that was started with innodb_force_recovery."""
+    outbox = on_server()
+    await outbox.create_tables()
+    effects = effects_on(outbox)
+    await effects.create()
+    entered, go_on = asyncio.Event(), asyncio.Event()
+    errors: list[str] = []
+
+    @listen("#", queue="q", retry_delays=())
+    async def listener(body: int, session: AsyncSession) -> None:
+        entered.set()
+        await go_on.wait()
+        try:
+            await session.execute(effects.write(str(body)))
+        except DBAPIError as error:
+            errors.append(str(error.orig))
+            raise
+
+    await emit(outbox, 1)
+    async with outbox.running(listeners=[listener]):
+        await reached(entered)
+        await asyncio.to_thread(_restart, server, {"innodb-force-recovery": "5"})
+        with pytest.raises(TransactionError, match=r"takes no writes.*1836"):
+            await _emitted_at_last(outbox, 2)
+        go_on.set()
+        await eventually(lambda: any("1836" in error for error in errors))
+        await asyncio.sleep(0.5)
+        await asyncio.to_thread(_restart, server, {})
+        await eventually(lambda: _are(effects, ["1"]))
+    assert await outbox.dead_letters.list() == []
+    assert {type(event.outcome) for event in watch.of(Handled)} <= {Done, Released}
+
+
+def _restart(server: MariaDB | MySQL, settings: dict[str, str]) -> None:
+    server.stop()
+    server._settings.pop("innodb-force-recovery", None)
+    server._settings.update(settings)
+    server.start()
+
+
+async def _emitted_at_last(outbox: Outbox, body: int) -> None:
+    """After the connections that the server has ended were used up."""
+    while True:
+        try:
+            await emit(outbox, body)
+        except DBAPIError:
+            await asyncio.sleep(0.05)
+        else:
+            return
+
+
+@pytest.mark.skipif(on_mysql(), reason="MySQL cannot be told to call itself another version")
+@pytest.mark.parametrize("server", [{"version": "10.5.29-MariaDB"}], indirect=True)
+async def test_a_server_that_is_too_old_is_refused_at_the_start(on_server: MakeShop) -> None:
+    async def listener(body: int) -> None: ...
+
+    outbox = on_server()
+    for start in (outbox.create_tables, lambda: emit(outbox, 1), lambda: _run(outbox, listener)):
+        with pytest.raises(ConfigurationError, match=r"MariaDB 10\.5\.29 is too old, and 10\.6 or newer"):
+            await start()
+
+
+async def _run(outbox: Outbox, listener: Callable[..., Any]) -> None:
+    async with outbox.running(listeners=[Listener("#", listener, queue="q")]):
+        pass
 
 
 async def _are(effects: Effects, expected: list[str]) -> bool:

@@ -23,9 +23,8 @@ from outbox.core.binding import Binding
 from outbox.core.diagnosis import Level
 from outbox.core.store import Selection
 from outbox.doctor import examine
-from outbox.testing.servers import MariaDB
 from tests.support.databases import url_on
-from tests.support.mariadb import statement
+from tests.support.mariadb import private_server, statement, url_through
 from tests.support.observing import arrival, eventually
 from tests.support.outboxes import MakeOutbox, emit
 
@@ -90,8 +89,8 @@ async def test_times_are_utc_whatever_the_sessions_time_zone_is(
 
 
 async def test_a_server_in_another_time_zone_delivers_at_the_right_time(table_name: str, watch: Watch) -> None:
-    with MariaDB(settings={"default-time-zone": "+05:30"}) as server:
-        url = server.url.replace("mariadb://", "mysql+asyncmy://")
+    with private_server({"default-time-zone": "+05:30"}) as server:
+        url = url_through(server.url, "asyncmy")
         outbox = Outbox(db_engine_url=url, table_name=table_name, poll_interval=0.1, observers=[watch])
         arrivals: asyncio.Queue[Any] = asyncio.Queue()
 
@@ -268,8 +267,8 @@ MIB = 1024 * 1024
 
 
 async def test_a_body_that_fits_into_no_packet_is_refused_and_found_before_it_happens(table_name: str) -> None:
-    with MariaDB(settings={"max-allowed-packet": str(2 * MIB)}) as server:
-        url = server.url.replace("mariadb://", "mysql+asyncmy://")
+    with private_server({"max-allowed-packet": str(2 * MIB)}) as server:
+        url = url_through(server.url, "asyncmy")
         outbox = Outbox(db_engine_url=url, table_name=table_name, max_body_size=4 * MIB)
         try:
             await outbox.create_tables()

@@ -22,6 +22,7 @@ import pytest
 from sqlalchemy import Connection, Engine, QueuePool, create_engine, event, make_url, text
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
+from sqlalchemy.pool.base import ResetStyle
 
 SOURCES = Path(__file__).parents[2] / "src/outbox"
 # Of a row, of an enumeration, of os, of sys, of a named tuple: public in spite of the underscore.
@@ -90,6 +91,23 @@ async def pre_ping(_: str) -> None:
         pings.clear()
     pool.dispose()
     assert pinged == [1, 0], f"it pinged {pinged} times"
+
+
+@interface("sqlalchemy", SQLALCHEMY, "Pool._reset_on_return", "to send no ROLLBACK behind a COMMIT")
+async def reset_on_return(_: str) -> None:
+    engine = engine_on_a_file()
+    rollbacks: list[int] = []
+    engine.connect().close()  # the first one asks the server what it can do
+    engine.dialect.do_rollback = lambda _: rollbacks.append(1)  # type: ignore[method-assign, assignment]
+    counted = []
+    pool: Any = engine.pool
+    for pool._reset_on_return in (ResetStyle.reset_rollback, ResetStyle.reset_none):
+        pool.connect().close()
+        pool.recreate().connect().close()
+        counted.append(len(rollbacks))
+        rollbacks.clear()
+    engine.dispose()
+    assert counted == [2, 0], f"it rolled back {counted} times"
 
 
 @interface("sqlalchemy", SQLALCHEMY, "PoolProxiedConnection._pool", "to tell whose pool gives a connection out")

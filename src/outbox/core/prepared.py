@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from operator import itemgetter
@@ -56,3 +57,34 @@ def dialect_for(name: str, paramstyle: str) -> Dialect:
     """SQLAlchemy's words for a driver, without the driver."""
     dialect: Dialect = registry.load(name)(paramstyle=paramstyle)
     return dialect
+
+
+# Batches: rows that go as one INSERT, for drivers that write parameters into the text. Their own batches take rows of
+# bare parameters only, and send all others one by one.
+MOST_ROWS, MOST_BYTES = 500, 256 * 1024  # of one statement: twice as many when escaped, and a server may take 1 MiB
+_ROW = 1024  # bytes that a row may have beside its longest value, about
+_VALUES = re.compile(r"(INSERT INTO .* VALUES )(\(.*\))", re.DOTALL)
+
+
+def batches(text: str, rows: Sequence[Parameters]) -> Iterator[tuple[str, Parameters]]:
+    """The statements that write these rows, each with its parameters; another statement than INSERT for each row."""
+    several = _VALUES.fullmatch(text) if len(rows) > 1 else None
+    if several is None:
+        yield from ((text, row) for row in rows)
+        return
+    for part in _parts(rows):
+        yield several[1] + ", ".join([several[2]] * len(part)), tuple(value for row in part for value in row)
+
+
+def _parts(rows: Sequence[Parameters]) -> Iterator[Sequence[Parameters]]:
+    part: list[Parameters] = []
+    size = 0
+    for row in rows:
+        weight = _ROW + max((len(value) for value in row if isinstance(value, bytes)), default=0)
+        if part and (len(part) == MOST_ROWS or size + weight > MOST_BYTES):
+            yield part
+            part, size = [], 0
+        part.append(row)
+        size += weight
+    if part:
+        yield part

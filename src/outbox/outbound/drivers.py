@@ -17,7 +17,7 @@ from sqlalchemy.util import await_only
 
 from outbox.core.errors import TransactionError
 from outbox.core.message import Message, Schedule
-from outbox.core.prepared import Parameters, dialect_for, prepare
+from outbox.core.prepared import Parameters, batches, dialect_for, prepare
 from outbox.core.store import Rows, Store
 from outbox.core.transaction_state import TransactionState, begins_by_itself, libpq_state, warn_not_atomic
 from outbox.outbound.sessions import CallersTransaction, WrittenMessages
@@ -226,6 +226,13 @@ class MysqlTransaction(DriverTransaction):
             raise TransactionError(_ROLLED_BACK)
         return written
 
+    def execute(self, text: str, rows: Sequence[Parameters]) -> int:
+        return sum(self.run(together, values) for together, values in batches(text, rows))
+
+    @abstractmethod
+    def run(self, text: str, values: Parameters) -> int:
+        """Execute a statement; how many rows it wrote."""
+
 
 class PymysqlTransaction(MysqlTransaction):
     types = ("pymysql.connections.Connection",)
@@ -236,10 +243,11 @@ class PymysqlTransaction(MysqlTransaction):
         # Of the last answer: the server tells with each whether a transaction is open.
         return bool(self.connection.get_autocommit()) and not self.connection.server_status & _IN_TRANSACTION
 
-    def execute(self, text: str, rows: Sequence[Parameters]) -> int:
+    def run(self, text: str, values: Parameters) -> int:
         # Not connection.cursor(): its class is the caller's choice, and some of them hold their results back.
         with sys.modules["pymysql.cursors"].Cursor(self.connection) as cursor:
-            return _run(cursor, text, rows)
+            cursor.execute(text, values)
+            return int(cursor.rowcount)
 
 
 class AsyncmyTransaction(MysqlTransaction):
@@ -250,13 +258,14 @@ class AsyncmyTransaction(MysqlTransaction):
     def commits_by_itself(self) -> bool:
         return bool(self.connection.get_autocommit()) and not self.connection.get_transaction_status()
 
-    def execute(self, text: str, rows: Sequence[Parameters]) -> int:
+    def run(self, text: str, values: Parameters) -> int:
         if self.connection.server_status & _NO_BACKSLASH_ESCAPES:
             raise TransactionError(_WRONG_BYTES)
 
         async def work() -> int:
             async with self.connection.cursor(sys.modules["asyncmy.cursors"].Cursor) as cursor:
-                return await _run_awaited(cursor, text, rows)
+                await cursor.execute(text, values)
+                return int(cursor.rowcount)
 
         return await_only(work())
 
@@ -279,9 +288,10 @@ class MysqlclientTransaction(MysqlTransaction):
                 return False
             return bool(cursor.fetchone()[0])
 
-    def execute(self, text: str, rows: Sequence[Parameters]) -> int:
+    def run(self, text: str, values: Parameters) -> int:
         with self._cursor() as cursor:
-            return _run(cursor, text, rows)
+            cursor.execute(text, values)
+            return int(cursor.rowcount)
 
     def _cursor(self) -> Any:
         return sys.modules["MySQLdb.cursors"].Cursor(self.connection)

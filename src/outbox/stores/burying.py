@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import BigInteger, Connection, Executable, Integer, Select, String, Text, insert, select
@@ -40,8 +40,12 @@ class SqlBurying:
         ids = [row.id for row in found]
         rows = [dict(row._mapping) for row in found]
         connection.execute(self._copy_dead, {"rows": self._dialect.json(rows)})
-        connection.execute(self._gone, {"ids": self._dialect.listed(ids)})
+        self._delete(connection, ids, parameters)
         return ids
+
+    def _delete(self, connection: Connection, ids: Sequence[int], parameters: Mapping[str, Any]) -> None:
+        """Delete what was copied; the parameters are those of the SELECT that has locked it."""
+        connection.execute(self._gone, {"ids": self._dialect.listed(ids)})
 
     @kept_property
     def _copy_dead(self) -> Executable:

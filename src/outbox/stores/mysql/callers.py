@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
-from typing import Any
 from weakref import WeakKeyDictionary
 
-from sqlalchemy import Connection, Engine, Executable, Insert, text
+from sqlalchemy import Connection, Engine, Executable, text
 from sqlalchemy.exc import DBAPIError, IntegrityError
 from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.pool import Pool
 
 from outbox.core.errors import TransactionError, WrongDatabase
-from outbox.core.prepared import Parameters, SchemaNames, dialect_for, prepare
+from outbox.core.prepared import Parameters, SchemaNames, batches, dialect_for, prepare
 from outbox.core.store import Rows
 from outbox.stores.callers import CallerConnections, execute, qualified
 from outbox.stores.dialect import SqlDialect
 from outbox.stores.mysql import transactions
+from outbox.stores.mysql.examination import refuse_older
 from outbox.stores.mysql.packets import check_packets
 from outbox.stores.runner import spare
 from outbox.stores.tables import Tables
 
 _DRIVERS = ("asyncmy", "pymysql", "mysqldb")  # they put parameters into the text, in the same way
 _DIALECT = "mysql.pymysql"
-_VALUES = re.compile(r"(INSERT INTO .* VALUES )(\(.*\))", re.DOTALL)
-MOST_ROWS, MOST_BYTES = 500, 1024 * 1024  # of one statement; a server may take no more than 1 MiB at once
-_ROW = 1024  # bytes that the rest of a row may have, about
 _UNICODE = "utf8mb4"
 
 
@@ -55,19 +50,13 @@ class MysqlCallers(CallerConnections):
         check_packets(connection, rows)
         prepared = prepare(statement, tuple(rows[0]), dialect_for(_DIALECT, "format"), schemas)
         written = 0
-        for part in _parts(rows) if isinstance(statement, Insert) else ([row] for row in rows):
-            parameters = [prepared.parameters(row) for row in part]
-            written += self._written(connection, statement, prepared.text, parameters)
+        for together, values in batches(prepared.text, [prepared.parameters(row) for row in rows]):
+            written += self._written(connection, statement, together, values)
         return written
 
-    def _written(self, connection: Connection, statement: Executable, one: str, rows: list[Parameters]) -> int:
-        several = _VALUES.fullmatch(one) if len(rows) > 1 else None
+    def _written(self, connection: Connection, statement: Executable, together: str, values: Parameters) -> int:
         try:
-            if several is None:
-                return sum(connection.exec_driver_sql(one, row).rowcount for row in rows)
-            # The drivers' own batches take rows of bare parameters only, and send all others one by one.
-            together = several[1] + ", ".join([several[2]] * len(rows))
-            return connection.exec_driver_sql(together, tuple(value for row in rows for value in row)).rowcount
+            return connection.exec_driver_sql(together, values).rowcount
         except IntegrityError as error:
             if not (error.orig and transactions.passes_over(statement) and self._dialect.is_already_there(error.orig)):
                 raise
@@ -89,6 +78,7 @@ class MysqlCallers(CallerConnections):
         beside = spare(callers.engine)
         try:
             with beside.connect() as connection:
+                refuse_older(connection.dialect)
                 database: str | None = connection.scalar(text("SELECT DATABASE()"))
                 if database is None or (self._own is not None and database != self._own):
                     raise WrongDatabase(
@@ -109,21 +99,6 @@ class MysqlCallers(CallerConnections):
             denied = transactions.error_number(error.orig) in transactions.DENIED
             if not denied or self._tables.messages in self._dialect.missing(connection, self._tables):
                 raise
-
-
-def _parts(rows: Rows) -> Iterator[Rows]:
-    """Rows for one statement each."""
-    part: list[Any] = []
-    size = 0
-    for row in rows:
-        weight = _ROW + len(row.get("body", b""))
-        if part and (len(part) == MOST_ROWS or size + weight > MOST_BYTES):
-            yield part
-            part, size = [], 0
-        part.append(row)
-        size += weight
-    if part:
-        yield part
 
 
 def _check_charset(connection: Connection, rows: Rows) -> None:

@@ -118,10 +118,10 @@ class MysqlDialect(MysqlShapes, SqlDialect):
         return func.right(text, length)
 
     def skipping_locked(self, statement: Select[Any]) -> Select[Any]:
-        return statement.with_for_update(skip_locked=True)
+        return statement.with_for_update(skip_locked=True, of=_tables_of(statement))
 
     def locking(self, statement: Select[Any], table: Table) -> Select[Any]:
-        return by_key(statement, table).with_for_update()
+        return by_key(statement, table).with_for_update(of=table)
 
     def size(self, column: ColumnElement[Any]) -> ColumnElement[int]:
         return func.coalesce(func.octet_length(column), _ZERO, type_=Integer)
@@ -129,7 +129,7 @@ class MysqlDialect(MysqlShapes, SqlDialect):
     # A caller's connection.
 
     def explained(self, error: BaseException, tables: Tables) -> TransactionError | None:
-        if transactions.error_number(error) in transactions.READ_ONLY:
+        if transactions.is_read_only(error):
             return TransactionError(
                 f"this connection leads to a server that takes no writes, such as a replica: {error}"
             )
@@ -198,7 +198,15 @@ class MysqlDialect(MysqlShapes, SqlDialect):
 
     @classmethod
     def set_up(cls, engine: Engine | AsyncEngine) -> None:
-        transactions.leave_replicas(engine.sync_engine if isinstance(engine, AsyncEngine) else engine)
+        plain = engine.sync_engine if isinstance(engine, AsyncEngine) else engine
+        transactions.leave_replicas(plain)
+        if plain is not engine:
+            transactions.roll_back_what_is_open(plain.pool)
+
+
+def _tables_of(statement: Select[Any]) -> list[Table]:
+    """What FOR UPDATE names: MySQL would lock what JSON_TABLE makes. MariaDB has no word for it, and needs none."""
+    return [each for each in statement.get_final_froms() if isinstance(each, Table)]
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from sqlalchemy.exc import DBAPIError
 
 from outbox.core.diagnosis import Finding, Level
 from outbox.core.durations import in_words
+from outbox.core.errors import ConfigurationError
 from outbox.stores.tables import Tables
 
 LONG_OPEN = timedelta(minutes=5)  # a transaction that is open for longer does harm
@@ -38,6 +39,17 @@ _OLDEST = text(
 )
 
 
+def refuse_older(dialect: Any) -> None:
+    """Raise ConfigurationError for a server that lacks what claims need. A dialect that has connected once knows."""
+    name, oldest = ("MariaDB", OLDEST_MARIADB) if dialect.is_mariadb else ("MySQL", OLDEST_MYSQL)
+    if dialect.server_version_info >= oldest:
+        return
+    found, needed = (".".join(map(str, numbers)) for numbers in (dialect.server_version_info, oldest))
+    raise ConfigurationError(
+        f"{name} {found} is too old, and {needed} or newer is needed: older ones have no SKIP LOCKED or no JSON_TABLE"
+    )
+
+
 def server(connection: Connection) -> str:
     written = str(connection.scalar(text("SELECT VERSION()")))
     return f"{'MariaDB' if _is_mariadb(written) else 'MySQL'} {'.'.join(map(str, _version(written)))}"
@@ -52,7 +64,7 @@ def rows_written(connection: Connection, tables: Tables) -> int:
 def findings(connection: Connection) -> Iterator[Finding]:
     """What may refuse messages, lose them or slow the tables down."""
     variables = _variables(connection)
-    yield _age_of_server(connection)
+    yield Finding(Level.OK, "server", server(connection))
     yield _writes(variables)
     yield _log(variables)
     yield _crashes(variables)
@@ -64,15 +76,6 @@ def findings(connection: Connection) -> Iterator[Finding]:
 
 def _variables(connection: Connection) -> Mapping[str, str]:
     return {str(name): str(value) for name, value in connection.execute(_VARIABLES)}
-
-
-def _age_of_server(connection: Connection) -> Finding:
-    written = str(connection.scalar(text("SELECT VERSION()")))
-    oldest = OLDEST_MARIADB if _is_mariadb(written) else OLDEST_MYSQL
-    if _version(written) >= oldest:
-        return Finding(Level.OK, "server", server(connection))
-    needed = ".".join(map(str, oldest))
-    return Finding(Level.ERROR, "server", f"{server(connection)} has not what claims need", f"use {needed} or newer")
 
 
 def _writes(variables: Mapping[str, str]) -> Finding:

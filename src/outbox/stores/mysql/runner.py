@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 from sqlalchemy import Connection, event
@@ -12,10 +13,11 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from sqlalchemy.pool import Pool
 
-from outbox.core.errors import ConfigurationError
+from outbox.core.errors import ConfigurationError, LeaseLost
 from outbox.core.loops import LoopLocal
 from outbox.stores.dialect import SqlDialect
-from outbox.stores.mysql import transactions
+from outbox.stores.mysql import examination, transactions
+from outbox.stores.mysql.settling import carefully
 from outbox.stores.runner import Runner, spare
 from outbox.stores.tables import Tables
 
@@ -59,18 +61,25 @@ class MysqlRunner(Runner):
             # would not wait for the answer. That connection is not left there: it is this loop's.
             async with self._given.connect() as connection:
                 await connection.invalidate()
+        examination.refuse_older(self._given.dialect)
         engine = spare(self._given.sync_engine)
         session_is_ours(engine.pool)
         return AsyncEngine(engine)
 
     async def _transact(self, work: Callable[[Connection], Result]) -> Result:
-        engine, pause = await self.own(), LONGEST_PAUSE
+        engine, pause, careful = await self.own(), LONGEST_PAUSE, False
         for tries_left in reversed(range(TRIES)):
             async with engine.connect() as connection:
                 try:
-                    result = await connection.run_sync(work)
+                    result = await connection.run_sync(_carefully(work) if careful else work)
+                except LeaseLost:  # some were not changed: which, is found out by another transaction
+                    if not tries_left:
+                        raise
+                    careful = True
+                    await connection.rollback()
+                    continue
                 except DBAPIError as error:
-                    if transactions.error_number(error.orig) in transactions.READ_ONLY:
+                    if error.orig is not None and transactions.is_read_only(error.orig):
                         await engine.dispose()  # after a failover all of them lead to what was the primary
                     if not tries_left or not self._may_succeed(error):
                         raise
@@ -100,6 +109,14 @@ class MysqlRunner(Runner):
         await self.loops.close()
 
 
+def _carefully(work: Callable[[Connection], Result]) -> Callable[[Connection], Result]:
+    return lambda connection: work(carefully(connection))
+
+
+async def _sent(statement: str, driver: Any) -> None:
+    await driver.query(statement)
+
+
 async def _let_go(connection: AsyncConnection) -> None:
     if not connection.invalidated:
         await connection.rollback()
@@ -109,12 +126,12 @@ def session_is_ours(pool: Pool) -> None:
     """Let each new connection of a pool be as ours are."""
 
     def connected(connection: Any, record: Any) -> None:
-        cursor = connection.cursor()
+        # Past asyncmy's cursors, which log each warning: MySQL has one for this sql_mode.
         for statement in _SESSION:
-            cursor.execute(statement)
-        cursor.close()
+            connection.run_async(partial(_sent, statement))
 
     event.listen(pool, "connect", connected)
+    transactions.roll_back_what_is_open(pool)
 
 
 class MysqlLoop:

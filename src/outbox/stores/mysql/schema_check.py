@@ -7,9 +7,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from sqlalchemy import Column, Connection, Row, Table, bindparam, text
+from sqlalchemy import Column, Connection, Row, String, Table, bindparam, text
 
-from outbox.stores.mysql.shapes import ENGINE, ExactText, collation
+from outbox.stores.mysql.shapes import ENGINE, collation, exactly
 from outbox.stores.schema_check import NO_DEFAULT, Check, Gap, LiveColumn, LiveTable, plain_default
 
 _HERE = "TABLE_SCHEMA = COALESCE(:schema, DATABASE())"
@@ -36,7 +36,7 @@ _INDEXES = text(
 _PRIMARY = "PRIMARY"
 _NAMES = {"bool": "tinyint(1)", "integer": "int"}  # what the servers call them
 _WIDTH = re.compile(r"\b(bigint|int)\(\d+\)")  # with which MariaDB shows numbers
-_INTRODUCER = re.compile(r"_utf8mb[34]\\?(?=')")
+_INTRODUCER = re.compile(r"_utf8mb[34](?=')")
 
 
 def engines_of(connection: Connection, names: Sequence[str], schema: str | None) -> dict[str, str]:
@@ -77,8 +77,8 @@ class MysqlCheck(Check):
     def type_name(self, column: Column[Any]) -> str:
         compiled = column.type.compile(dialect=self.dialect).lower()
         name = _NAMES.get(compiled, compiled)
-        if isinstance(column.type, ExactText):
-            name = f"{compiled.partition(' ')[0]} {collation(self.dialect)}"
+        if _is_text(column):
+            name = f"{compiled} {collation(self.dialect)}"
         if column.computed is not None:
             name = f"{name} as {_expression(str(column.computed.sqltext))}"
         return name
@@ -88,7 +88,19 @@ class MysqlCheck(Check):
         return "0" if found == "false" else found
 
     def alter(self, table: Table, column: Column[Any], live: LiveColumn) -> str:
-        return f"ALTER TABLE {self.name(table)} MODIFY COLUMN {self.compiler.get_column_specification(column)};"
+        return f"ALTER TABLE {self.name(table)} MODIFY COLUMN {self._specified(column)};"
+
+    def add(self, table: Table, column: Column[Any]) -> str:
+        specified: str = self.compiler.get_column_specification(column)
+        return super().add(table, column).replace(specified, self._specified(column))
+
+    def _specified(self, column: Column[Any]) -> str:
+        """With its collation: a table that another program made may have another one."""
+        specified: str = self.compiler.get_column_specification(column)
+        if not _is_text(column):
+            return specified
+        kind = column.type.compile(dialect=self.dialect)
+        return specified.replace(f" {kind}", f" {kind} {exactly(self.dialect)}", 1)
 
     def free(self, table: Table, name: str) -> str:
         live = self.read(table)
@@ -111,6 +123,10 @@ class MysqlCheck(Check):
             yield Gap(what, f"ALTER TABLE {self.name(table)} ENGINE={ENGINE};")
 
 
+def _is_text(column: Column[Any]) -> bool:
+    return isinstance(column.type, String)
+
+
 def _index(rows: Sequence[Row[Any]]) -> str:
     kind = "" if rows[0].kind == "BTREE" else f"{rows[0].kind.lower()} "
     told = ", ".join(row.told if row.part is None else f"{row.told} {row.part}" for row in rows)
@@ -119,5 +135,5 @@ def _index(rows: Sequence[Row[Any]]) -> str:
 
 def _expression(written: str) -> str:
     """A computed column's, without what the servers add to it."""
-    bare = re.sub(r"[()`\\]", " ", _INTRODUCER.sub("", written))
+    bare = re.sub(r"[()`]", " ", _INTRODUCER.sub("", written.replace("\\'", "'")))  # MySQL escapes quotes
     return re.sub(r"\s+", " ", bare).strip().lower()

@@ -7,8 +7,7 @@ from typing import Any
 from uuid import UUID
 
 from sqlalchemy import BigInteger, Dialect, String, Uuid
-from sqlalchemy.dialects.mysql import DATETIME, LONGBLOB
-from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.dialects.mysql import DATETIME, LONGBLOB, LONGTEXT
 from sqlalchemy.types import TypeEngine
 
 from outbox.stores.tables import Tables, TableShapes
@@ -17,31 +16,19 @@ DIALECTS = ("mysql", "mariadb")  # SQLAlchemy's names; the first one serves both
 ENGINE = "InnoDB"
 
 
+# Compared byte by byte, spaces at the end included. Each server reads the comment that is meant for it: MariaDB passes
+# over those for MySQL 5.7 and later. So a script or a migration is the same for both.
+COLLATION = "/*!80017 utf8mb4_0900_bin */ /*M!100600 utf8mb4_nopad_bin */"
+
+
 def collation(dialect: Any) -> str:
-    """Compares byte by byte, spaces at the end included; each server has its own name for it."""
+    """The name that a server has for it."""
     return "utf8mb4_nopad_bin" if dialect.is_mariadb else "utf8mb4_0900_bin"
 
 
 def exactly(dialect: Any) -> str:
-    """What follows a type of text."""
+    """What follows a type of text where no table says it."""
     return f"CHARSET utf8mb4 COLLATE {collation(dialect)}"
-
-
-class ExactText(String):
-    """A text that equals no other one, of so many characters or of any number.
-
-    The type names the collation, not the table: a server may have any for new tables.
-    """
-
-    def __init__(self, length: int | None = None) -> None:
-        super().__init__(length)
-
-
-@compiles(ExactText, "mysql")
-@compiles(ExactText, "mariadb")
-def _exact_text(type: ExactText, compiler: Any, **options: Any) -> str:
-    kind = "LONGTEXT" if type.length is None else f"VARCHAR({type.length})"
-    return f"{kind} {exactly(compiler.dialect)}"
 
 
 class MysqlShapes(TableShapes):
@@ -54,7 +41,7 @@ class MysqlShapes(TableShapes):
         return DATETIME(fsp=6)  # in UTC; a TIMESTAMP would be read in the session's time zone, and ends in 2038
 
     def text_type(self, length: int | None = None) -> TypeEngine[str]:
-        return ExactText(length)
+        return LONGTEXT() if length is None else String(length)  # the table has the collation
 
     def bytes_type(self) -> TypeEngine[bytes]:
         return LONGBLOB()
@@ -64,11 +51,15 @@ class MysqlShapes(TableShapes):
 
 
 def in_innodb(tables: Tables) -> Tables:
-    """The tables, to be made in the one engine that has transactions and locks rows."""
+    """The tables, to be made in the one engine that has transactions and locks rows.
+
+    The collation is an option of the table, and no type of ours: a migration of Alembic imports nothing of ours.
+    """
     for table in tables.metadata.sorted_tables:
         for dialect in DIALECTS:
             table.dialect_kwargs[f"{dialect}_engine"] = ENGINE
             table.dialect_kwargs[f"{dialect}_default_charset"] = "utf8mb4"
+            table.dialect_kwargs[f"{dialect}_collate"] = COLLATION
     return tables
 
 

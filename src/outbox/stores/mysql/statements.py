@@ -33,7 +33,7 @@ from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.functions import GenericFunction
 from sqlalchemy.types import TypeEngine
 
-from outbox.stores.mysql.shapes import ExactText, exactly
+from outbox.stores.mysql.shapes import exactly
 
 _EXACTLY = "<exactly>"  # what a column of JSON_TABLE is compared by is known when the statement is compiled
 
@@ -81,7 +81,7 @@ def _table(name: str, told: str, columns: Mapping[str, TypeEngine[Any]]) -> From
 
 
 def _type(kind: type[TypeEngine[Any]]) -> TypeEngine[Any]:
-    return ExactText() if issubclass(kind, String) else Uuid(native_uuid=False) if kind is Uuid else kind()
+    return Uuid(native_uuid=False) if kind is Uuid else kind()
 
 
 def by_key(statement: Select[Any], table: Table) -> Select[Any]:

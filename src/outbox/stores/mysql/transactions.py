@@ -11,7 +11,8 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 from sqlalchemy import Connection, Engine, ExceptionContext, Executable, Insert, Transaction, event
-from sqlalchemy.pool import Pool
+from sqlalchemy.pool import Pool, PoolResetState
+from sqlalchemy.pool.base import ResetStyle
 
 from outbox.core.errors import TransactionError
 from outbox.core.transaction_state import TransactionState, mysql_status
@@ -22,7 +23,7 @@ DEADLOCK, LOCK_WAIT_TIMEOUT = 1213, 1205
 CHANGED_SINCE_SNAPSHOT = 1020  # with MariaDB's innodb_snapshot_isolation
 MISSING_TABLE = 1146
 MISSING_DATABASE = 1049
-READ_ONLY = (1290, 1792, 1836)  # a replica, a transaction that was begun so, a server that refuses to write
+READ_ONLY = (1290, 1792, 1836)  # a replica, transactions that are READ ONLY by default, a server that writes nothing
 DENIED = (1044, 1142)  # to this role
 
 _PASSES_OVER = {"outbox_passes_over": True}
@@ -55,10 +56,12 @@ def error_number(error: BaseException | None) -> int | None:
 
 
 def is_read_only(error: BaseException) -> bool:
-    """Whether the server takes no writes. A transaction that is READ ONLY, which is 1792, is its owner's doing."""
-    refused, _, mode = READ_ONLY
+    """Whether the server takes no writes. 1290 has other reasons, too.
+
+    A listener cannot make its transaction READ ONLY, because it has begun: its session is so by default.
+    """
     number, words = error_number(error), str(error).lower()
-    return number == mode or (number == refused and ("read-only" in words or "read_only" in words))
+    return number in READ_ONLY and (number != READ_ONLY[0] or "read-only" in words or "read_only" in words)
 
 
 def leave_replicas(engine: Engine) -> None:
@@ -69,6 +72,25 @@ def leave_replicas(engine: Engine) -> None:
 def _left(context: ExceptionContext) -> None:
     if is_read_only(context.original_exception):
         context.is_disconnect = True
+
+
+def roll_back_what_is_open(pool: Pool) -> None:
+    """Let a connection come back without a ROLLBACK where the server's last answer says that no transaction is open.
+
+    After each COMMIT there would be a round trip for nothing. It is for asyncmy: other drivers do not know the state
+    after an answer with rows.
+    """
+    pool._reset_on_return = ResetStyle.reset_none
+    if not event.contains(pool, "reset", _roll_back_if_open):
+        event.listen(pool, "reset", _roll_back_if_open)
+
+
+def _roll_back_if_open(connection: Any, record: Any, state: PoolResetState) -> None:
+    if state.terminate_only or not state.asyncio_safe or state.transaction_was_reset:
+        return
+    status = mysql_status(record.driver_connection)
+    if status is None or status & _IN_TRANSACTION:
+        connection.rollback()
 
 
 def check_escapes(connection: Connection) -> None:

@@ -22,12 +22,15 @@ The first rung of the ladder that holds is taken:
     with mariadb() as server:               # by the ladder; MariaDB() is always private
         connect(server.url)
 
+    with mysql() as server:                 # named or installed; no wheel and no package of Debian's releases has it
+        connect(server.url)
+
     with rabbitmq() as broker:              # by the ladder, like RabbitMQ() always private
         connect(broker.url)
 
 Nothing else in `outbox.testing` imports this package: who starts no server pays for none of it.
-`python -m outbox.testing.servers postgresql` runs one until Ctrl-C, as do `mariadb` and `rabbitmq`; with `--download`
-it may download packages.
+`python -m outbox.testing.servers postgresql` runs one until Ctrl-C, as do `mariadb`, `mysql` and `rabbitmq`; with
+`--download` it may download packages.
 """
 
 import os
@@ -38,6 +41,7 @@ from typing import Protocol
 
 from outbox.testing.servers.ladder import ServerMissing
 from outbox.testing.servers.mariadb_server import MariaDB
+from outbox.testing.servers.mysql_server import MySQL
 from outbox.testing.servers.pgbouncer import PgBouncer
 from outbox.testing.servers.postgresql_server import PostgreSQL
 from outbox.testing.servers.programs import ServerFailed
@@ -46,6 +50,7 @@ from outbox.testing.servers.rabbitmq_server import RabbitMQ
 __all__ = [
     "GivenServer",
     "MariaDB",
+    "MySQL",
     "PgBouncer",
     "PostgreSQL",
     "RabbitMQ",
@@ -53,6 +58,7 @@ __all__ = [
     "ServerFailed",
     "ServerMissing",
     "mariadb",
+    "mysql",
     "postgresql",
     "rabbitmq",
 ]
@@ -99,6 +105,17 @@ def mariadb(*, fsync: bool = False, settings: Mapping[str, str] | None = None) -
 
 
 @contextmanager
+def mysql(*, fsync: bool = False, settings: Mapping[str, str] | None = None) -> Iterator[Server]:
+    """A MySQL by the ladder; the options are for a private one."""
+    given = _given("mysql")
+    if given:
+        yield given
+    else:
+        with MySQL(fsync=fsync, settings=settings) as server:
+            yield server
+
+
+@contextmanager
 def rabbitmq(*, settings: Mapping[str, str] | None = None) -> Iterator[Server]:
     """A RabbitMQ by the ladder; the options are for a private one."""
     given = _given("rabbitmq")
@@ -117,6 +134,7 @@ def _given(name: str) -> GivenServer | None:
 
 SERVERS: Mapping[str, Callable[[], AbstractContextManager[Server]]] = {
     "mariadb": mariadb,
+    "mysql": mysql,
     "postgresql": postgresql,
     "rabbitmq": rabbitmq,
 }
