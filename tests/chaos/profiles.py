@@ -7,15 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tests.chaos.application import Service
-from tests.chaos.broker import Broker, SingleNode
+from tests.chaos.broker import Broker, SingleNode, WitnessedNode
 from tests.chaos.cluster import Cluster
 from tests.chaos.database import MEBIBYTE, PostgresqlDatabase, SqliteDatabase
+from tests.chaos.log import LoggedDatabase
 from tests.chaos.mariadb import MariadbDatabase
 from tests.chaos.processes import PRODUCER, RELAY, WORKER
 from tests.chaos.schedule import (
     DATABASE,
     ON_CLUSTER,
     ON_HTTP,
+    ON_LOG,
     ON_MARIADB,
     ON_MARIADB_AND_RABBITMQ,
     ON_POSTGRESQL,
@@ -152,6 +154,13 @@ def _on_mariadb(profile: Profile) -> Profile:
     return replace(profile, name="mariadb", services=services, kinds=ON_MARIADB)
 
 
+def _from_the_log(profile: Profile) -> Profile:
+    members = {**_MANY, RELAY: 2}  # one of them stands by
+    return replace(
+        profile, name="wal", services=(Service(LoggedDatabase, members),), kinds=ON_LOG, broker=WitnessedNode
+    )
+
+
 def _with_standby(profile: Profile, pair: type[PostgresqlPair], name: str) -> Profile:
     services = tuple(replace(service, database=pair) for service in profile.services)
     return replace(_over_rabbitmq(profile), name=name, services=services, kinds=ON_STANDBY)
@@ -200,6 +209,7 @@ LONG: Mapping[str, Profile] = {
         ),
         replace(_of_two_services(_LONG), messages=30_000, slow_share=0.003, mistakes=0.005, backlog=1000),
         replace(_over_http(_LONG), messages=30_000, slow_share=0.003, backlog=1000),
+        replace(_from_the_log(_LONG), faults=180, messages=60_000, slow_share=0.003, mistakes=0.01, backlog=3000),
     )
 }
 
