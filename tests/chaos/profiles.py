@@ -26,6 +26,7 @@ from tests.chaos.schedule import (
     ON_STANDBY,
     ON_TWO_SERVICES,
     SHORTLY_ON_HTTP,
+    SHORTLY_ON_LOG,
     SHORTLY_ON_TWO_SERVICES,
 )
 from tests.chaos.standby import LaggingPair, PostgresqlPair
@@ -154,8 +155,8 @@ def _on_mariadb(profile: Profile) -> Profile:
     return replace(profile, name="mariadb", services=services, kinds=ON_MARIADB)
 
 
-def _from_the_log(profile: Profile) -> Profile:
-    members = {**_MANY, RELAY: 2}  # one of them stands by
+def _from_the_log(profile: Profile, members: Mapping[str, int] = _MANY) -> Profile:
+    """With two relays, one of which stands by."""
     return replace(
         profile, name="wal", services=(Service(LoggedDatabase, members),), kinds=ON_LOG, broker=WitnessedNode
     )
@@ -185,6 +186,16 @@ SHORT: Mapping[str, Profile] = {
         ),
         replace(
             _over_http(_SHORT), kinds=SHORTLY_ON_HTTP, seconds=16, faults=17, messages=400, slow_share=0.005, kills=0.0
+        ),
+        replace(
+            _from_the_log(_SHORT, {PRODUCER: 1, RELAY: 2, WORKER: 1}),
+            kinds=SHORTLY_ON_LOG,
+            seconds=8,
+            faults=9,
+            messages=300,
+            slow_share=0.005,
+            kills=0.0,
+            mistakes=0.0,
         ),
     )
 }

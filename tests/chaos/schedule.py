@@ -115,6 +115,8 @@ ON_LOG = (
     *KINDS_OF_LOG,
 )
 
+SHORTLY_ON_LOG = (*KINDS_OF_LOG, "crash the database", "cut", "cut at write", "cut from the broker")
+
 ON_TWO_SERVICES = (*ON_RABBITMQ, *KINDS_OF_SERVICES)
 SHORTLY_ON_TWO_SERVICES = (
     "kill a producer",
