@@ -35,10 +35,11 @@ _HOLDER = text(
     "WHERE s.slot_name = :slot"
 )
 _END = text("SELECT count(pg_terminate_backend(active_pid)) FROM pg_replication_slots WHERE slot_name = :slot")
+_MAKE = text("SELECT pg_create_logical_replication_slot(:slot, 'pgoutput')")
 _DROP = text("SELECT pg_drop_replication_slot(:slot)")
 _READ = text(
     "SELECT data FROM pg_logical_slot_get_binary_changes(:slot, NULL, NULL, 'proto_version', '1', "
-    "'publication_names', CAST(:slot AS text))"
+    f"'publication_names', '{WITNESS}')"
 )
 
 
@@ -50,7 +51,8 @@ class LoggedDatabase(PostgresqlDatabase):
         self.make_slot()
         with self.connection() as connection:
             connection.execute(text(f"CREATE PUBLICATION {WITNESS} FOR TABLE orders WITH (publish = 'insert')"))
-            connection.execute(text("SELECT pg_create_logical_replication_slot(:slot, 'pgoutput')"), {"slot": WITNESS})
+        with self.connection() as connection:  # a slot is made in a transaction that has written nothing
+            connection.execute(_MAKE, {"slot": WITNESS})
         self._commits: dict[str, None] = {}
         self._reading = Lock()  # a slot has one reader at a time
 

@@ -11,9 +11,42 @@ from tests.chaos.database import Database
 from tests.chaos.log import LoggedDatabase
 from tests.chaos.processes import Crew, Member
 from tests.chaos.schedule import Planned
-from tests.support.proxy import CONFIRM
+from tests.support.proxy import CONFIRM, Link
 
 Until = Callable[[Callable[[], object]], Awaitable[None]]
+
+
+class _Aim:
+    """Waits for a confirm to the relay that has the slot, whichever that is meanwhile."""
+
+    def __init__(self) -> None:
+        self._relay: Member | None = None
+        self._incarnation = 0
+
+    @property
+    def hit(self) -> bool:
+        return self._relay is not None and _link(self._relay).tripped.is_set()
+
+    def at(self, relay: Member | None) -> None:
+        """Aim at this one, and no longer at the one before."""
+        if relay is self._relay and (relay is None or relay.incarnation == self._incarnation):
+            return
+        if self._relay is not None:
+            _link(self._relay).trip_at(())
+            _link(self._relay).heal()
+        self._relay = relay
+        if relay is not None:
+            self._incarnation = relay.incarnation
+            _link(relay).trip_at((CONFIRM,), hangs=True)
+
+    def kill(self) -> None:
+        if self._relay is not None and self._relay.incarnation == self._incarnation:
+            self._relay.signal(signal.SIGKILL)
+
+
+def _link(relay: Member) -> Link:
+    assert relay.broker_link is not None
+    return relay.broker_link
 
 
 class LogFaults:
@@ -39,17 +72,12 @@ class LogFaults:
 
     async def _kill_before_the_confirm(self, fault: Planned) -> None:
         """The broker has taken a message, its confirm vanishes, and with it the relay."""
-        relay = await self._active()
-        link, struck = relay.broker_link, relay.incarnation
-        assert link is not None
-        link.trip_at((CONFIRM,), hangs=True)
+        aim = _Aim()
         try:
-            await self._until(link.tripped.is_set)
-            if relay.incarnation == struck:
-                relay.signal(signal.SIGKILL)
+            await self._until(lambda: aim.hit or aim.at(self._find_active()))
+            aim.kill()
         finally:
-            link.trip_at(())
-            link.heal()
+            aim.at(None)
 
     async def _freeze(self, fault: Planned) -> None:
         """Longer than the server waits for a sign of life, so that another relay has the slot when it wakes up."""
@@ -78,12 +106,16 @@ class LogFaults:
         found: list[Member] = []
 
         def seek() -> bool:
-            title = self._holder()
-            found[:] = [each for each in self._crew.members if each.title == title and each.is_at_work]
+            active = self._find_active()
+            found.extend([active] if active else [])
             return bool(found)
 
         await self._until(seek)
         return found[0]
+
+    def _find_active(self) -> Member | None:
+        title = self._holder()
+        return next((each for each in self._crew.members if each.title == title and each.is_at_work), None)
 
     def _holder(self) -> str:
         try:
