@@ -135,13 +135,14 @@ class ReplicationConnection:
 
 
 def _libpq(url: URL) -> dict[str, Any]:
-    """What libpq calls a URL's parts, whichever driver the URL is for. SQLAlchemy's `host=a:1&host=b:2` is two hosts."""
+    """What libpq calls a URL's parts, whichever driver it is for; `host=a:1&host=b:2` in it are two hosts."""
     given = {
         _LIBPQ_NAMES.get(name, name): value if name in ("host", "port") or isinstance(value, str) else ",".join(value)
         for name, value in url.query.items()
         if name not in _NOT_LIBPQ
     }
-    _, arguments = PGDialectAsync_psycopg().create_connect_args(url.set(query=given))
+    dialect: Any = PGDialectAsync_psycopg
+    _, arguments = dialect().create_connect_args(url.set(query=given))
     return {name: value if name == "port" else str(value) for name, value in arguments.items()}
 
 
