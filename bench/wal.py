@@ -64,17 +64,17 @@ class Idle:
 async def measure(database: Database, settings: Settings) -> Report:
     size = SMOKE if settings.smoke else Size()
     with brokers.broker() as broker:
-        feeds = [brokers.ours(broker, database), brokers.from_log(broker, database)]
-        held = brokers.held_transaction(broker, database)
         peer, missing = _peer(broker, database)
-        ways: list[OnBroker | None] = [None, *feeds, held, *([peer] if peer else [])]
+        others = [brokers.held_transaction(broker, database), *([peer] if peer else [])]
+        ways: list[OnBroker | None] = [None, *_feeds(broker, database), *others]
         rates = await in_turns(ways, settings.rounds, lambda each: _rate(each, broker, database, size), _name)
+    with brokers.broker() as broker:  # with empty queues
+        measured = [*_feeds(broker, database), brokers.held_transaction(broker, database)]
         late = await in_turns(
-            [*feeds, held],
-            settings.rounds,
-            lambda each: latency_of(each, broker, database, size.paced),
-            _name,
+            measured, settings.rounds, lambda each: latency_of(each, broker, database, size.paced), _name
         )
+    with brokers.broker() as broker:
+        feeds = _feeds(broker, database)
         idle = await in_turns(feeds, settings.rounds, lambda each: _idle(each, broker, database, size), _name)
         rounds = settings.rounds * size.turns
         produced = await in_turns(feeds, rounds, lambda each: _produced(each, broker, database, size), _name)
@@ -109,6 +109,10 @@ async def measure(database: Database, settings: Settings) -> Report:
         rows,
         _targets(rates, late, produced),
     )
+
+
+def _feeds(broker: Broker, database: Database) -> list[OnBroker]:
+    return [brokers.ours(broker, database), brokers.from_log(broker, database)]
 
 
 def _about(size: Size, settings: Settings, missing: str) -> str:
