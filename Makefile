@@ -3,7 +3,7 @@
 
 PYTHON ?= python3
 
-.PHONY: demo test lint docs bench chaos mutants matrix
+.PHONY: demo test check lint docs bench chaos mutants matrix
 
-demo test lint docs bench chaos mutants matrix:
+demo test check lint docs bench chaos mutants matrix:
 	@$(PYTHON) dev.py $@ $(ARGS)

@@ -5,6 +5,8 @@
     python3 dev.py test                      all that must hold: the linters, the documentation site, every test on
                                              real servers, and those of the stores again on the older SQLAlchemy
     python3 dev.py test tests/unit -k name   pytest alone, with these arguments
+    python3 dev.py check                     between two changes: the linters, and the tests that need no server, of the
+                                             parts alone and of what every store and transport promises
     python3 dev.py lint                      the linters alone
     python3 dev.py docs                      build the documentation site into build/site, and check its links
     python3 dev.py docs --serve              and show it at http://127.0.0.1:8000, anew after each change
@@ -74,6 +76,8 @@ SERVE_SITE = ["-m", "mkdocs", "serve", "--dev-addr", "127.0.0.1:8000"]
 SIDE_BY_SIDE = ["-n", "4", "--dist", "loadfile", "--no-loadscope-reorder"]
 # Where one file has nearly all of the tests, they are dealt out one by one.
 ONE_BY_ONE = ["-n", "3", "--dist", "worksteal"]
+# What tells most in the shortest time.
+WITHOUT_SERVERS = ["tests/unit", "tests/contract", "--no-servers", "-q", "-n", "2", "--dist", "worksteal"]
 # An older SQLAlchemy is met on one driver of PostgreSQL: what the databases differ in is not SQLAlchemy's.
 ON_OLDER_SQLALCHEMY = [
     *("tests/contract/test_stores.py", "tests/walk/test_joined_sessions.py"),
@@ -85,6 +89,7 @@ def main(arguments: list[str]) -> int:
     commands = {
         "demo": demo,
         "test": test,
+        "check": check,
         "lint": lint,
         "docs": docs,
         "bench": bench,
@@ -121,6 +126,14 @@ def test(arguments: list[str]) -> int:
             **environment.commands({"pytest": [*PYTEST, *SIDE_BY_SIDE], "sqlalchemy 2.0": [*PYTEST, *older]}),
         }
     )
+
+
+def check(arguments: list[str]) -> int:
+    if arguments:
+        stop(f"check takes no arguments, but was given: {' '.join(arguments)}")
+    environment = Environment(ROOT / ".venv")
+    environment.prepare_for_tests()
+    return run_all(environment.commands({**LINTERS, "pytest": [*PYTEST, *WITHOUT_SERVERS]}))
 
 
 def lint(arguments: list[str]) -> int:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from sqlalchemy import Connection, Executable
+from sqlalchemy import Executable
 
 from outbox.core.message import Message
 from outbox.core.store import Selection
 from outbox.stores import rows
 from outbox.stores.postgresql import selecting, wakeup
 from outbox.stores.postgresql.connection import DirectConnection
-from outbox.stores.postgresql.runner import PostgresqlRunner
 from outbox.stores.postgresql.selecting import PostgresqlSelecting
 from outbox.stores.routing import SqlRouting
 from outbox.transports.database import DatabaseConsumer
@@ -33,17 +31,6 @@ def straight() -> None:
     Patched(SqlRouting, "_straight", lambda self, *_: None)
 
 
-def straight_to_one() -> None:
-    """Each queue's room is counted, also where there is one queue alone."""
-    told = SqlRouting._straight
-
-    def with_a_second_queue(self: SqlRouting, *given: Any) -> Any:
-        route = told(self, *given)
-        return route and replace(route, rooms={**route.rooms, " no queue": 0})
-
-    Patched(SqlRouting, "_straight", with_a_second_queue)
-
-
 def direct() -> None:
     """Statements that a message waits for go through the pool and SQLAlchemy, like all others."""
 
@@ -60,17 +47,6 @@ def questions() -> None:
         return True
 
     Patched(PostgresqlSelecting, "anything_due", anything_due)
-
-
-def fetch() -> None:
-    """Rows are read through SQLAlchemy."""
-
-    def through_sqlalchemy(
-        self: PostgresqlRunner, connection: Connection, statement: Executable, parameters: Mapping[str, Any]
-    ) -> Sequence[Sequence[Any]]:
-        return connection.execute(statement, parameters).all()
-
-    Patched(PostgresqlRunner, "fetch", through_sqlalchemy)
 
 
 def scan() -> None:
@@ -97,10 +73,8 @@ def begin() -> None:
 PATHS: Mapping[str, Callable[[], None]] = {
     "hand-over": hand_over,
     "one statement": straight,
-    "one queue": straight_to_one,
     "direct connection": direct,
     "questions": questions,
-    "rows by position": fetch,
     "scan position": scan,
     "slots of messages": remade,
     "eager notification": begin,

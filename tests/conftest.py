@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,6 +15,7 @@ import sqlalchemy
 
 pytest.register_assert_rewrite(
     "outbox.testing.store",
+    "outbox.testing.transport",
     "outbox.testing.store_contract",
     "outbox.testing.transport_contract",
     "outbox.testing.publishing_contract",
@@ -25,11 +25,12 @@ from outbox import Outbox  # noqa: E402 - after pytest was told whose assertions
 from outbox.testing import servers  # noqa: E402
 from outbox.testing.servers import PgBouncer, Server, mariadb, postgresql  # noqa: E402
 from tests.support.broker import VirtualHost  # noqa: E402
-from tests.support.databases import url_on  # noqa: E402
+from tests.support.contracts import told  # noqa: E402
+from tests.support.databases import DATABASES, url_on  # noqa: E402
 from tests.support.mariadb import statement  # noqa: E402
+from tests.support.needs import needs_server  # noqa: E402
 from tests.support.observing import Recorder  # noqa: E402
-
-DATABASES = ("sqlite", "postgresql+asyncpg", "postgresql+psycopg", "mariadb+asyncmy")
+from tests.support.outboxes import MakeOutbox  # noqa: E402
 
 _numbers = itertools.count(1)
 
@@ -67,7 +68,8 @@ def pgbouncer(postgresql_url: str) -> Iterator[PgBouncer]:
 @pytest.fixture(scope="session")
 def rabbitmq() -> Iterator[Server]:
     """A real RabbitMQ for the whole run; whoever wants to stop or kill one starts a RabbitMQ() of its own."""
-    with servers.rabbitmq() as server:
+    # What its management interface tells is up to a second old, and not up to five.
+    with servers.rabbitmq(settings={"collect_statistics_interval": "1000"}) as server:
         yield server
 
 
@@ -106,6 +108,7 @@ def table_name() -> str:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--sqlalchemy", help="run only on this version of SQLAlchemy, or one that begins like it")
+    parser.addoption("--no-servers", action="store_true", help="leave out what speaks to a server, or starts one")
     parser.addoption("--every-driver", action="store_true", help="run what lies above the drivers on each of them, too")
 
 
@@ -215,28 +218,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     tiers = ("chaos", "walk", "hostile", "contract", "docs", "compatibility", "typing", "model", "amqp", "unit")
     folder = Path(__file__).parent
     items.sort(key=lambda item: tiers.index(item.path.relative_to(folder).parts[0]))
+    left_out: set[pytest.Item] = set()
     if not config.getoption("--every-driver"):
-        again = {
+        left_out |= {
             item
             for item in items
             if ("psycopg" in item.name and _file(item) in ABOVE_THE_DRIVERS)
             or (_is_one_of_all(item) and "mariadb+" in item.name and _file(item) not in ON_MARIADB)
         }
-        config.hook.pytest_deselected(items=list(again))
-        items[:] = [item for item in items if item not in again]
+    if config.getoption("--no-servers"):
+        left_out |= {item for item in items if needs_server(item)}
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say how many cases of each contract ran: a contract that shrinks is a promise that went missing."""
-    counts: Counter[str] = Counter()
-    for report in terminalreporter.stats.get("passed", []):
-        if "tests/contract/" in report.nodeid:
-            counts[report.nodeid.split("::")[1].removeprefix("Test")] += 1
-    for contract, count in sorted(counts.items()):
-        terminalreporter.write_line(f"contract cases passed: {contract} {count}")
-
-
-MakeOutbox = Callable[..., Outbox]
+    for line in told(terminalreporter.stats):
+        terminalreporter.write_line(line)
 
 
 @pytest.fixture

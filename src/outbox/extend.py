@@ -18,6 +18,7 @@ from outbox.core.roles import (
     Maintenance,
     OwnersTable,
     Queues,
+    Setback,
     Writing,
 )
 from outbox.core.settlement import Settlement
@@ -93,6 +94,7 @@ __all__ = [
     "ReturningSettling",
     "Runner",
     "Schedule",
+    "Setback",
     "Settlement",
     "SqlDialect",
     "SqlSelecting",

@@ -19,20 +19,21 @@ import itertools
 import socket
 import struct
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from pamqp import base, body, commands, frame, header
 from pamqp.commands import Basic, Channel, Connection, Queue
+from pamqp.common import FieldTable
 
 LONG = 60.0  # seconds after which something that a test waits for is lost
 
 T = TypeVar("T")
 Reply = Callable[[Any], base.Frame | None]
 
-_CAPABILITIES = {
+_CAPABILITIES: FieldTable = {
     "publisher_confirms": True,
     "exchange_exchange_bindings": True,
     "basic.nack": True,
@@ -234,7 +235,7 @@ class PeerConnection:
 
     async def _shake_hands(self) -> None:
         await self._reader.readexactly(8)
-        properties = {"product": "RabbitMQ", "version": self.peer.version, "capabilities": _CAPABILITIES}
+        properties: FieldTable = {"product": "RabbitMQ", "version": self.peer.version, "capabilities": _CAPABILITIES}
         self.send(Connection.Start(server_properties=properties, mechanisms="PLAIN AMQPLAIN", locales="en_US"))
         await self._next()  # StartOk
         self.send(self.peer.tune)
@@ -354,4 +355,5 @@ def _yes(method: base.Frame) -> base.Frame | None:
             return None
 
 
-_METHODS: Mapping[str, Callable[[], base.Frame]] = {kind.name: kind for kind in commands.INDEX_MAPPING.values()}
+_KINDS: Collection[Any] = commands.INDEX_MAPPING.values()
+_METHODS: Mapping[str, Callable[[], base.Frame]] = {kind.name: kind for kind in _KINDS}

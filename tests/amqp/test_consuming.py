@@ -265,6 +265,16 @@ async def test_what_another_program_published_without_any_properties_is_delivere
 # Retries and dead letters
 
 
+async def is_acknowledged_once_confirmed(peer: Peer, tag: int, copy: Published, landing: Settlement) -> None:
+    """A copy carries on nothing of the broker's own, and until the broker has it, nothing is said of its original."""
+    assert [name for name in copy.properties.headers or {} if name.startswith("x-")] == ["x-original-routing-key"]
+    await asyncio.sleep(0.3)  # longer than acknowledgements wait for each other
+    assert not peer.has_settled and not landing.done()
+    await confirm(copy)
+    await Ledger(peer, tag).until_acked(tag)
+    assert await landed(landing)
+
+
 async def test_a_retry_is_safe_in_its_delay_before_the_delivery_is_acknowledged(
     peer: Peer, taking: Taking, consumer: Consuming
 ) -> None:
@@ -278,12 +288,7 @@ async def test_a_retry_is_safe_in_its_delay_before_the_delivery_is_acknowledged(
     assert (copy.properties.delivery_mode, copy.properties.priority, copy.properties.correlation_id) == (2, 3, "abc")
     headers = copy.properties.headers or {}
     assert (headers["color"], headers["outbox-attempt"]) == ("red", 2)
-    assert [name for name in headers if name.startswith("x-")] == ["x-original-routing-key"]
-    await asyncio.sleep(0.3)  # longer than acknowledgements wait for each other
-    assert not peer.has_settled and not landing.done()
-    await confirm(copy)
-    await Ledger(peer, tag).until_acked(tag)
-    assert await landed(landing)
+    await is_acknowledged_once_confirmed(peer, tag, copy, landing)
 
 
 async def test_a_retry_that_the_broker_rejects_is_carried_again_and_not_acknowledged(
@@ -390,12 +395,7 @@ async def test_a_dead_letter_is_safe_before_the_delivery_is_acknowledged(
     assert (copy.method.exchange, copy.body) == ("outbox.dlx", b"poison")
     headers = copy.properties.headers or {}
     assert (headers["outbox-reason"], headers["outbox-error"], headers["color"]) == ("rejected", "no such order", "red")
-    assert [name for name in headers if name.startswith("x-")] == ["x-original-routing-key"]
-    await asyncio.sleep(0.3)  # longer than acknowledgements wait for each other
-    assert not peer.has_settled and not landing.done()
-    await confirm(copy)
-    await Ledger(peer, tag).until_acked(tag)
-    assert await landed(landing)
+    await is_acknowledged_once_confirmed(peer, tag, copy, landing)
 
 
 async def test_a_dead_letter_that_the_broker_rejects_is_neither_acknowledged_nor_lost(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -19,6 +18,7 @@ from outbox.core.attempt import Done, Released
 from outbox.core.events import Handled, Troubled, Unsettled
 from outbox.transports.rabbitmq import RabbitmqTransport, lost_runs
 from tests.amqp.peer import LONG, Consuming, Peer
+from tests.support.hanging import Hanging, HangingThread
 from tests.support.observing import Recorder, eventually
 
 LOSSES = 12  # more than the slots of a listener, by default 10
@@ -50,26 +50,6 @@ async def working(
     async with outbox.running(listeners=[listener]):
         yield outbox
     await outbox.close()
-
-
-class Hanging:
-    """A listener that hangs until it is told to go on, or cancelled."""
-
-    def __init__(self) -> None:
-        self.starts = self.cancelled = self.at_work = self.most_at_work = 0
-        self.go_on = asyncio.Event()
-
-    async def __call__(self, order: Any) -> None:
-        self.starts += 1
-        self.at_work += 1
-        self.most_at_work = max(self.most_at_work, self.at_work)
-        try:
-            await self.go_on.wait()
-        except asyncio.CancelledError:
-            self.cancelled += 1
-            raise
-        finally:
-            self.at_work -= 1
 
 
 @each_way
@@ -237,26 +217,11 @@ async def test_a_transaction_that_is_open_when_its_delivery_is_lost_is_rolled_ba
             assert list(await session.scalars(text("SELECT number FROM effects"))) == [2]
 
 
-class Thread:
-    """A plain listener, which nothing can end."""
-
-    def __init__(self) -> None:
-        self.starts = self.at_work = self.most_at_work = 0
-        self.go_on = threading.Event()
-
-    def __call__(self, order: Any) -> None:
-        self.starts += 1
-        self.at_work += 1
-        self.most_at_work = max(self.most_at_work, self.at_work)
-        self.go_on.wait(LONG)
-        self.at_work -= 1
-
-
 async def test_a_thread_keeps_its_slot_and_its_message_waits_behind_a_delay_until_it_has_ended(
     peer: Peer, by_hand: bool, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lost_runs, "WAITS_HERE", 0.05)
-    thread = Thread()
+    thread = HangingThread()
     listener = Listener("order.#", thread, queue="orders", concurrency=2, retry_delays=[1, 10])
     async with working(peer, listener, recorder, by_hand=by_hand):
         first = await peer.consuming()
@@ -281,21 +246,26 @@ async def test_a_thread_keeps_its_slot_and_its_message_waits_behind_a_delay_unti
     assert (thread.starts, thread.most_at_work, handled.attempt.crash_count) == (2, 1, 0)
 
 
-async def test_a_message_whose_first_run_ends_soon_begins_again_at_once(peer: Peer, recorder: Recorder) -> None:
-    thread = Thread()
-    listener = Listener("order.#", thread, queue="orders", concurrency=2, retry_delays=[10])
+async def begins_again(peer: Peer, recorder: Recorder, listener: Listener, run: Hanging | HangingThread) -> None:
+    """Its delivery is lost while it runs, and comes again: not beside itself, and at once when it has ended."""
     async with working(peer, listener, recorder):
         first = await peer.consuming()
         first.deliver()
-        await eventually(lambda: thread.starts == 1)
+        await eventually(lambda: run.starts == 1)
         close_connection(first)
         second = await peer.consuming()
         tag = second.deliver(redelivered=True)
         await asyncio.sleep(0.05)
-        assert thread.starts == 1
-        thread.go_on.set()
+        assert run.starts == 1
+        run.go_on.set()
         assert (await peer.settled()).tag == tag
-    assert (thread.starts, thread.most_at_work) == (2, 1)
+    assert (run.starts, run.most_at_work) == (2, 1)
+
+
+async def test_a_message_whose_first_run_ends_soon_begins_again_at_once(peer: Peer, recorder: Recorder) -> None:
+    thread = HangingThread()
+    listener = Listener("order.#", thread, queue="orders", concurrency=2, retry_delays=[10])
+    await begins_again(peer, recorder, listener, thread)
     assert not peer.has_published
 
 
@@ -303,7 +273,7 @@ async def test_a_thread_that_outlasts_its_timeout_has_not_ended_yet(
     peer: Peer, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lost_runs, "WAITS_HERE", 0.5)
-    thread = Thread()
+    thread = HangingThread()
     listener = Listener("order.#", thread, queue="orders", concurrency=2, retry_delays=[1], timeout=0.1)
     async with working(peer, listener, recorder):
         first = await peer.consuming()
@@ -332,18 +302,7 @@ async def test_a_listener_that_does_not_heed_its_cancellation_is_not_run_beside_
                 await asyncio.shield(task)
 
     listener = Listener("order.#", hang, queue="orders", concurrency=5, retry_delays=[10])
-    async with working(peer, listener, recorder):
-        first = await peer.consuming()
-        first.deliver()
-        await eventually(lambda: stubborn.starts == 1)
-        close_connection(first)
-        second = await peer.consuming()
-        tag = second.deliver(redelivered=True)
-        await asyncio.sleep(0.05)
-        assert stubborn.starts == 1
-        stubborn.go_on.set()
-        assert (await peer.settled()).tag == tag
-    assert (stubborn.starts, stubborn.most_at_work) == (2, 1)
+    await begins_again(peer, recorder, listener, stubborn)
 
 
 async def test_what_waited_for_its_lane_when_it_was_lost_is_not_run(peer: Peer, recorder: Recorder) -> None:

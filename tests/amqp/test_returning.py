@@ -17,6 +17,7 @@ from outbox.outbound import relay as relay_module
 from outbox.transports.rabbitmq import RabbitmqTransport, aiormq_channel, frames
 from tests.amqp.peer import Peer
 from tests.support.observing import PATIENCE, Recorder, Statements, eventually
+from tests.support.outboxes import emit
 
 BACK_WITHIN = 3 * 5.0  # seconds after the broker's return; 5 are promised
 PAUSE = 0.02  # seconds: a relay that would claim again does so many times in the moment in which a test looks
@@ -91,11 +92,6 @@ async def test_a_relay_claims_nothing_until_its_broker_takes_messages_again(
         async with asyncio.timeout(BACK_WITHIN):
             await eventually(lambda: _nothing_waits(outbox))
         confirming.cancel()
-
-
-async def emit(outbox: Outbox, order: str) -> None:
-    async with outbox.transaction() as session:
-        await outbox.emit(session, "order.created", order)
 
 
 async def confirm(peer: Peer) -> None:

@@ -9,6 +9,7 @@ import asyncio
 import os
 import signal
 import threading
+from typing import Any
 from uuid import uuid4
 
 from sqlalchemy import insert
@@ -62,7 +63,7 @@ class _Child:
         self._outcome = ROLLED_BACK
 
     async def emit(self, has_accounts: bool) -> None:
-        body = {"fate": "fine", "name": self._number}
+        body: dict[str, Any] = {"fate": "fine", "name": self._number}
         if has_accounts:
             body |= {"account": account(0), "amount": 0}
         async with asyncio.timeout(WITHIN):

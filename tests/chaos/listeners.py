@@ -96,7 +96,8 @@ async def drivers(order: Order, message: Message, queue_name: str, attempt_count
     await session.execute(effect(message, queue_name, attempt_count))
     connection = await (await session.connection()).get_raw_connection()
     driver: Any = connection.driver_connection
-    await getattr(driver, "execute", getattr(driver, "query", None))("COMMIT")
+    execute = driver.execute if hasattr(driver, "execute") else driver.query
+    await execute("COMMIT")
     end_committed(fate, message, queue_name, attempt_count)
 
 
@@ -106,7 +107,8 @@ def plain_drivers(order: Order, message: Message, queue_name: str, attempt_count
     reject_if_committed(message, queue_name)
     session.execute(effect(message, queue_name, attempt_count))
     driver: Any = session.connection().connection.driver_connection
-    getattr(driver, "execute", getattr(driver, "query", None))("COMMIT")
+    execute = driver.execute if hasattr(driver, "execute") else driver.query
+    execute("COMMIT")
     end_committed(fate, message, queue_name, attempt_count)
 
 

@@ -178,7 +178,7 @@ class Producer:
                 if plan.savepoint:
                     savepoint = await session.begin_nested()
                     message = await self._outbox.emit(session, "order.placed", {"fate": FATES["fine"].name})
-                    attempt.taken_back.append(message.id if message else "")
+                    attempt.taken_back.append(message.id)
                     await savepoint.rollback()
                 if plan.account:
                     await session.execute(added(ORDERED, plan.account, plan.amount))
@@ -193,11 +193,11 @@ class Producer:
         for routing_key, bodies in plan.bodies.items():
             for fate, body in bodies:
                 message = self._outbox.emit_sync(session, routing_key, body, headers={"umlaut": "größer"})
-                attempt.add([message] if message else [], [fate])
+                attempt.add([message], [fate])
         if plan.savepoint:
             savepoint = session.begin_nested()
             message = self._outbox.emit_sync(session, "order.placed", {"fate": FATES["fine"].name})
-            attempt.taken_back.append(message.id if message else "")
+            attempt.taken_back.append(message.id)
             savepoint.rollback()
         if plan.account:
             session.execute(added(ORDERED, plan.account, plan.amount))

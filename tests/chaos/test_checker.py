@@ -15,24 +15,19 @@ from tests.chaos.history import (
     ROLLED_BACK,
     UNKNOWN,
     UNTOLD,
-    Emitted,
     Ending,
     History,
     Run,
     Struck,
     Transaction,
 )
+from tests.chaos.specimens import emitted
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 
 
 def at(seconds: float) -> datetime:
     return NOON + timedelta(seconds=seconds)
-
-
-def emitted(id: str, fate: str = "fine", routing_key: str = "order.placed") -> Emitted:
-    body = f'{{"fate": "{fate}"}}'.encode()
-    return Emitted(id, routing_key, body, {"tenant": "acme"}, "key", "application/json", fate)
 
 
 def change(by: str | None, second: float, deleted: bool, row: int, *about: object) -> Change:

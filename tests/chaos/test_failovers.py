@@ -10,7 +10,7 @@ from tests.chaos.checker import Kind, digest
 from tests.chaos.evidence import Buried, Effect, FailOver, FinalTables
 from tests.chaos.failovers import Verdict, judge, outages, pauses, told_and_vanished
 from tests.chaos.history import COMMITTED, UNKNOWN, Emitted, History, Run, Struck, Transaction
-from tests.chaos.test_checker import emitted
+from tests.chaos.specimens import emitted
 
 KILLED, PROMOTED = 100.0, 101.0
 

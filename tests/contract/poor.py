@@ -20,7 +20,6 @@ from outbox.stores.postgresql.callers import PostgresqlCallers
 from outbox.stores.postgresql.dialect import PostgresqlDialect
 from outbox.stores.postgresql.runner import PostgresqlRunner
 from outbox.stores.postgresql.wakeup import PostgresqlWakeup
-from outbox.stores.runner import Runner
 from outbox.stores.selecting import SqlSelecting
 from outbox.stores.sql import SqlStore
 from outbox.stores.sqlite.dialect import SqliteDialect
@@ -74,8 +73,6 @@ class PoorPostgresqlDialect(PostgresqlDialect):
 
 class PoorPostgresqlRunner(PostgresqlRunner):
     """Several statements are a transaction, because a lock must outlast the statement that took it."""
-
-    fetch = Runner.fetch
 
     async def _apply(self, work: Callable[[Connection], Result]) -> Result:
         return await self._transact(work)

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
 
 import pytest
 from sqlalchemy import make_url
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from outbox.core.durations import IMMEDIATELY
 from outbox.core.store import Store
 from outbox.stores.postgresql import PostgresqlStore
-from outbox.stores.tables import Tables
 from outbox.testing.servers import PgBouncer
 from outbox.testing.store.cases import SOON, MakeStore, claimed, emit, message
 from outbox.testing.store_contract import StoreContract
 
+from .stores import making
+
 
 class TestPooledStores(StoreContract):
+    wakes_other_processes = False  # no notification comes through a pooler
+
     @pytest.fixture
     async def engine(self, pgbouncer: PgBouncer) -> AsyncIterator[AsyncEngine]:
         engine = PostgresqlStore.make_engine(make_url(pgbouncer.url).set(drivername="postgresql+asyncpg"))
@@ -28,20 +29,12 @@ class TestPooledStores(StoreContract):
 
     @pytest.fixture
     async def make_store(self, engine: AsyncEngine, table_name: str) -> AsyncIterator[MakeStore]:
-        made: list[Store] = []
+        async with making(PostgresqlStore, engine, table_name) as make_store:
+            yield make_store
 
-        def make(clean_up_after: Any = IMMEDIATELY) -> Store:
-            made.append(PostgresqlStore(Tables.named(table_name), engine, clean_up_after))
-            return made[-1]
-
-        yield make
-        for store in made:
-            await store.close()
-
-    async def test_a_wait_ends_when_another_process_has_work(
+    async def test_what_another_process_has_stored_is_found_at_the_next_look(
         self, engine: AsyncEngine, store: Store, make_store: MakeStore
     ) -> None:
-        """Nobody can be woken through a pooler: the next look finds the work."""
         waiting = asyncio.create_task(store.feed.wait(0.5))
         other = make_store()
         await emit(engine, other, message())

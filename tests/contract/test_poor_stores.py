@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from typing import Any
 
 import pytest
 from sqlalchemy import make_url, text
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from outbox.core.attempt import Done
-from outbox.core.durations import IMMEDIATELY
 from outbox.core.store import Selection, Store
 from outbox.stores.sqlite import prepare
 from outbox.testing.store.cases import LEASE, MakeStore, message, queued
 from outbox.testing.store_contract import StoreContract
 
 from .poor import STORES, forbidding
+from .stores import making
 
 MANY = 200
 
@@ -40,16 +39,8 @@ class TestPoorStores(StoreContract):
 
     @pytest.fixture
     async def make_store(self, engine: AsyncEngine, table_name: str) -> AsyncIterator[MakeStore]:
-        made: list[Store] = []
-
-        def make(clean_up_after: Any = IMMEDIATELY) -> Store:
-            store = STORES[make_url(engine.url).get_backend_name()]
-            made.append(store(store.tables_named(table_name), engine, clean_up_after))
-            return made[-1]
-
-        yield make
-        for store in made:
-            await store.close()
+        async with making(STORES[make_url(engine.url).get_backend_name()], engine, table_name) as make_store:
+            yield make_store
 
     async def test_two_claimers_at_once_settle_every_message_once(
         self, engine: AsyncEngine, store: Store, make_store: MakeStore

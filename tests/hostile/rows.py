@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,22 @@ SETUPS = ("worker", "function", "http", "http-binary", "rabbitmq", "sqlite")
 DEEP = 20_000
 LONG = "é" * 255  # fits into its column, and has 510 bytes
 HIGHEST = 2**31 - 1
+
+
+def ordinary_row(message_id: str, routing_key: str, body: object) -> dict[str, Any]:
+    """A row of the outbox table, as SQL of another program would write it."""
+    return {
+        "message_id": message_id,
+        "routing_key": routing_key,
+        "content_type": "application/json",
+        "body": json.dumps(body).encode(),
+        "created_at": "2026-01-01 00:00:00.000000",
+        "due_at": "2026-01-01 00:00:00.000000",
+        "attempts": 0,
+        "starts": 0,
+        "destination": "",
+        "unroutable": False,
+    }
 
 
 @dataclass(frozen=True)

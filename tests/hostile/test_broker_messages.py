@@ -246,7 +246,7 @@ async def send_kinds(url: str, worker: Worker) -> None:
             bodies = [f"ordinary {number} {n}".encode() for n in range(ORDINARY)]
             await send_ordinary(other, bodies)
             wanted = {(place, body) for place in PLACES for body in bodies}
-            await eventually(lambda wanted=wanted: wanted <= worker.calls.keys())
+            await eventually(lambda wanted=wanted: wanted <= worker.calls.keys())  # type: ignore[misc]
             assert time.monotonic() - began < WITHIN, name
     assert refused == {name for name, kind in KINDS.items() if kind.fate == REFUSED}
 

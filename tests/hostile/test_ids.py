@@ -6,19 +6,20 @@ import json
 from collections import Counter
 from typing import Any
 
-import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from outbox import Listener, Message, Outbox, Reason
 from outbox.core.message import MOST_IDS, check_message_ids
-from tests.conftest import MakeOutbox
 from tests.support.broker import VirtualHost
+from tests.support.databases import on_sqlite
 from tests.support.observing import Recorder, eventually
+from tests.support.outboxes import MakeOutbox
 
 from .amqp import header, properties, stranger
+from .rows import ordinary_row
 
-pytestmark = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+pytestmark = on_sqlite
 
 BROKEN = "a\nb"
 HALF = '["\\ud800"]'  # half a character, as JSON names it
@@ -50,18 +51,7 @@ class Service:
 
 
 async def insert(outbox: Outbox, name: str, **columns: Any) -> None:
-    row = {
-        "message_id": f"stranger: {name}",
-        "routing_key": "parent.row",
-        "content_type": "application/json",
-        "body": json.dumps(name).encode(),
-        "created_at": "2026-01-01 00:00:00.000000",
-        "due_at": "2026-01-01 00:00:00.000000",
-        "attempts": 0,
-        "starts": 0,
-        "destination": "",
-        "unroutable": False,
-    } | columns
+    row = ordinary_row(f"stranger: {name}", "parent.row", name) | columns
     marks = ", ".join(f":{column}" for column in row)
     async with outbox.transaction() as session:
         await session.execute(

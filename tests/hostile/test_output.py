@@ -19,7 +19,7 @@ from outbox.cli.exits import ExitCode
 from outbox.cli.logs import FORMAT, JsonFormatter, PrintableFormatter
 from outbox.core.attempt import Attempt, Dead, Reason, RetryIn
 from outbox.core.durations import NO_DELAY
-from outbox.core.events import CircuitOpened, Handled, Unroutable
+from outbox.core.events import CircuitOpened, Event, Handled, Unroutable
 from outbox.core.printing import printable
 from outbox.observers.logging import LoggingObserver
 from outbox.transports.rabbitmq.topology import Names, Topology
@@ -99,7 +99,7 @@ def log() -> Iterator[io.StringIO]:
 def test_a_record_of_the_library_is_one_line_whoever_formats_it(log: io.StringIO, character: str) -> None:
     text = hostile(1, character)
     attempt = Attempt(Message(routing_key=text, body=b"", tracking_ids=(text,)))
-    events = [
+    events: list[Event] = [
         Handled(text, attempt, RetryIn(NO_DELAY, text), NO_DELAY),
         Handled(text, attempt, Dead(Reason.UNDECODABLE, text), NO_DELAY),
         CircuitOpened(text, text, NO_DELAY),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, MutableMapping
+from collections.abc import AsyncIterator, MutableMapping
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from ipaddress import ip_address
@@ -15,22 +15,22 @@ from typing import Any
 
 import pytest
 
-from outbox import ConfigurationError, Listener, Message, Outbox, SignatureInvalid, UrlRefused
+from outbox import ConfigurationError, Listener, Message, SignatureInvalid, UrlRefused
 from outbox.core.webhooks import Secrets, verify
 from outbox.inbound.http.app import HttpApp
 from outbox.transports.http import HttpTransport, check_url
+from tests.support.databases import on_sqlite
 from tests.support.observing import eventually
+from tests.support.outboxes import MakeOutbox
+from tests.support.sending import STRUCTURED, Sender, binary, head, serving, structured, webhook
 from tests.support.sending import Message as Sent
-from tests.support.sending import Sender, binary, head, serving, structured, webhook
 
-from .requests import AT_ONCE, FOREIGN_SECRET, GROUPS, SECRET, STRUCTURED, Hostile, forged, signing
+from .requests import AT_ONCE, FOREIGN_SECRET, GROUPS, SECRET, Hostile, forged, signing
 from .urls import INDEX_ERRORS, hostile_urls
 
 SEED = 20_261_116
 WITHIN = 15.0  # seconds for 60 ordinary requests: three times what they are promised
 URLS, SIGNATURES = 130_000, 20_000
-
-MakeOutbox = Callable[..., Outbox]
 
 
 @dataclass
@@ -103,10 +103,7 @@ async def door(make_outbox: MakeOutbox, caplog: pytest.LogCaptureFixture) -> Asy
     assert worst == [], "no error of the application reaches its server"
 
 
-one_database = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
-
-
-@one_database
+@on_sqlite
 @pytest.mark.parametrize("name", GROUPS)
 async def test_hostile_requests_are_answered_and_hinder_no_others(name: str, door: Door) -> None:
     write, size = GROUPS[name]
@@ -116,7 +113,7 @@ async def test_hostile_requests_are_answered_and_hinder_no_others(name: str, doo
     await door.serves_others()
 
 
-@one_database
+@on_sqlite
 async def test_idle_and_slow_senders_hinder_no_others(door: Door) -> None:
     """They begin as if they were signed, and send nothing more, or a byte now and then."""
     random = Random(SEED)
@@ -130,7 +127,7 @@ async def test_idle_and_slow_senders_hinder_no_others(door: Door) -> None:
         await door.serves_others()
 
 
-@one_database
+@on_sqlite
 async def test_bytes_that_are_no_request_hinder_no_others(door: Door) -> None:
     """Wrong lengths, broken heads, and random bytes: what the server does not refuse reaches the application."""
     random = Random(SEED)
@@ -182,6 +179,7 @@ def test_every_url_is_taken_or_refused() -> None:
             found = None
         else:
             taken += 1
+            assert found is not None
             assert (found.scheme, found.user, found.password) == ("https", None, None), url
             assert leads_outside(found.host or ""), url
         if number % 10 == 0:  # the same without the check for strangers' URLs

@@ -24,11 +24,11 @@ from outbox.core.dead_letter import DeadLetter
 from outbox.core.events import Troubled
 from outbox.stores.rows import LARGEST
 from outbox.transports.http import HttpTransport
-from tests.conftest import MakeOutbox
 from tests.support.broker import VirtualHost
 from tests.support.commands import Command
 from tests.support.http_sink import Behaviour, Connection, HttpSink, Request, answer
 from tests.support.observing import Recorder, eventually
+from tests.support.outboxes import MakeOutbox
 
 from .rows import (
     COUNTS,
@@ -43,6 +43,7 @@ from .rows import (
     WAITS,
     Kind,
     NotUtf8,
+    ordinary_row,
 )
 
 ORDINARY = 60
@@ -98,18 +99,7 @@ class Scene:
         return await self.outbox.dead_letters.list(queue=None, limit=10_000)
 
     def _row(self, name: str, kind: Kind, columns: Mapping[str, Any]) -> dict[str, Any]:
-        ordinary = {
-            "message_id": f"stranger {next(self._numbers)}",
-            "routing_key": "bad.row",
-            "content_type": "application/json",
-            "body": json.dumps(name).encode(),
-            "created_at": "2026-01-01 00:00:00.000000",
-            "due_at": "2026-01-01 00:00:00.000000",
-            "attempts": 0,
-            "starts": 0,
-            "destination": "",
-            "unroutable": False,
-        }
+        ordinary = ordinary_row(f"stranger {next(self._numbers)}", "bad.row", name)
         return ordinary | dict(columns) | dict(kind.columns)
 
     def _insert(self, rows: list[dict[str, Any]]) -> None:

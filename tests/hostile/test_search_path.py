@@ -150,9 +150,9 @@ async def test_functions_and_operators_that_fit_better_than_postgresqls_own_are_
             await outbox.receive("billing", again)
         await until(lambda: len(handled) == 6)
     plain = create_engine(open_database.replace("postgresql:", "postgresql+psycopg:"))
-    with Session(plain) as session, session.begin():
-        outbox.emit_sync(session, "order.created", {"id": 12}, timer_id="timer", eta=3600)
-        assert outbox.cancel_timer_sync(session, "timer")
+    with Session(plain) as plain_session, plain_session.begin():
+        outbox.emit_sync(plain_session, "order.created", {"id": 12}, timer_id="timer", eta=3600)
+        assert outbox.cancel_timer_sync(plain_session, "timer")
     plain.dispose()
     assert calls(open_database) == {}
 

@@ -100,7 +100,7 @@ KINDS: dict[str, Mapping[str, str]] = {
     **{f"database, {name}": {"db_engine_url": url} for name, url in DATABASES.items()},
     **TRANSPORTS,
 }
-COMMANDS = (
+COMMANDS: tuple[tuple[str, ...], ...] = (
     ("status", "--interval", "0"),
     ("status", "--interval", "0", "--json"),
     ("doctor",),
@@ -129,7 +129,7 @@ COMMANDS = (
     ("tables", "switch-transport", "database", "--force", "--json"),
 )
 # They work until a signal comes.
-SERVING = (
+SERVING: tuple[tuple[str, ...], ...] = (
     ("relay", "--log-level", "debug"),
     ("relay", "--log-level", "debug", "--log-format", "json"),
     ("worker", "shop_of_secrets:listeners", "--log-level", "debug"),

@@ -95,7 +95,7 @@ class Operations:
     ) -> None:
         changes = self._model.transactions[number]
         options: dict[str, Any] = {"eta": HOUR if later else None, "expiration": HOUR if expires else None}
-        bodies = [self._body() for _ in range(count)]
+        bodies: list[Any] = [self._body() for _ in range(count)]
         if count > 1:
             emitted = self._run(transaction.outbox.emit_many(transaction.session, routing_key, bodies, **options))
             assert len(emitted) == count
@@ -216,7 +216,7 @@ class Operations:
         self._numbers += 1
         happened.claim(self._numbers, taken)
         held = [key for key in taken if happened.holds(self._numbers, key)]
-        got = {attempt.id: (attempt.message.id, queue) for attempt in claim.attempts} if claim else {}
+        got: dict[int, Key] = {attempt.id: (attempt.message.id, queue) for attempt in claim.attempts} if claim else {}
         assert sorted(got.values()) == sorted(held)
         if claim is not None:
             assert {each.crash_count for each in claim.attempts} == {0}
@@ -235,7 +235,7 @@ class Operations:
         self._numbers += 1
         entering = store.feed.claim(Selection(limit=limit, lease=LEASE, destination=queue, suspected=suspected))
         claim = self._cut(entering.__aenter__(), cut)
-        got = {attempt.id: (attempt.message.id, queue) for attempt in claim.attempts} if claim else {}
+        got: dict[int, Key] = {attempt.id: (attempt.message.id, queue) for attempt in claim.attempts} if claim else {}
         taken = self._taken(queue, limit, suspected)
         happened = self._model.copy()
         happened.claim(self._numbers, taken)

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import os
+from functools import partial
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -30,7 +32,6 @@ PROFILE = settings(
 @pytest.mark.timeout(0 if IS_DEEP else 600)
 @pytest.mark.parametrize("routes", [True, False], ids=["queues", "relay"])
 def test_a_store_does_what_the_model_says(database_url: str, table_name: str, routes: bool) -> None:
+    make: Any = partial(StoreMachine, database_url, table_name, routes=routes)  # which makes what a class would
     examples = 100_000 if IS_DEEP else EXAMPLES[database_url.split("://")[0]]
-    run_state_machine_as_test(
-        lambda: StoreMachine(database_url, table_name, routes=routes), settings=settings(PROFILE, max_examples=examples)
-    )
+    run_state_machine_as_test(make, settings=settings(PROFILE, max_examples=examples))

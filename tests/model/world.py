@@ -14,8 +14,8 @@ from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 
 from outbox import DeadLetter, Message, Outbox, StoredMessage
 from outbox.core.attempt import Attempt
-from outbox.core.durations import IMMEDIATELY
-from outbox.core.store import Claim, Store
+from outbox.core.durations import IMMEDIATELY, Retention
+from outbox.core.store import QueueClaim, Store
 from outbox.stores.sqlite import prepare
 
 from .model import LATER, LONG, PAST, SHORT, Key, Row
@@ -30,8 +30,8 @@ class Client:
 
     number: int
     store: Store
-    entering: AbstractAsyncContextManager[Claim]
-    claim: Claim
+    entering: AbstractAsyncContextManager[QueueClaim]
+    claim: QueueClaim
     queue: str | None
     keys: dict[int, Key] = field(default_factory=dict)  # by attempt id
     held: set[int] = field(default_factory=set)  # not settled yet
@@ -63,7 +63,7 @@ class World:
     """Two outboxes on the same tables, as two processes would have them, and somebody who turns the clock."""
 
     def __init__(self, url: str, table_name: str, *, keeps: bool) -> None:
-        retention = HOUR if keeps else IMMEDIATELY
+        retention: Retention = HOUR if keeps else IMMEDIATELY
         self.outboxes = [Outbox(db_engine_url=url, table_name=table_name, clean_up_after=retention) for _ in range(2)]
         self.tables = self.outboxes[0].tables
         self._clock = create_async_engine(url)

@@ -59,5 +59,5 @@ async def has_rejected(channel: AbstractChannel, queue: str) -> bool:
     message = await channel.basic_get(queue)
     if not isinstance(message.delivery, aiormq.spec.Basic.GetOk):
         return False
-    await channel.basic_reject(message.delivery.delivery_tag, requeue=False)
+    await channel.basic_reject(message.delivery.delivery_tag or 0, requeue=False)
     return True

@@ -84,7 +84,7 @@ class VirtualHost:
             self.management.ask("DELETE", *path)
 
     def queues(self) -> dict[str, Any]:
-        """Its queues by name; their arguments are as of now, their counts up to five seconds old."""
+        """Its queues by name; arguments are as of now, counts up to a second old, and in a given broker up to five."""
         return {queue["name"]: queue for queue in self.management.ask("GET", "queues", self.name)}
 
     def exchanges(self) -> dict[str, Any]:

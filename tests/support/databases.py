@@ -6,6 +6,19 @@ from pathlib import Path
 
 import pytest
 
+SQLITE = "sqlite"
+ASYNCPG = "postgresql+asyncpg"
+PSYCOPG = "postgresql+psycopg"
+ASYNCMY = "mysql+asyncmy"  # as MySQL's users write it; the tests of all databases say MariaDB
+DATABASES = (SQLITE, ASYNCPG, PSYCOPG, "mariadb+asyncmy")
+
+on_every_driver = pytest.mark.parametrize("database_url", [SQLITE, ASYNCPG, PSYCOPG], indirect=True)
+on_postgresql = pytest.mark.parametrize("database_url", [ASYNCPG, PSYCOPG], indirect=True)
+on_both_stores = pytest.mark.parametrize("database_url", [SQLITE, ASYNCPG], indirect=True)
+on_every_store = pytest.mark.parametrize("database_url", [SQLITE, ASYNCPG, ASYNCMY], indirect=True)
+on_asyncpg = pytest.mark.parametrize("database_url", [ASYNCPG], indirect=True)
+on_sqlite = pytest.mark.parametrize("database_url", [SQLITE], indirect=True)
+
 _FIXTURES = {"postgresql": "postgresql_url", "mysql": "mariadb_url", "mariadb": "mariadb_url"}
 
 

@@ -6,7 +6,7 @@ import asyncio
 import inspect
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 from sqlalchemy import Engine, event, update
 
@@ -17,12 +17,16 @@ Value = TypeVar("Value")
 PATIENCE = 60.0  # seconds after which something that should have happened has not, on the slowest machine
 
 
-async def eventually(look: Callable[[], Value | Awaitable[Value]]) -> Value:
+@overload
+async def eventually(look: Callable[[], Awaitable[Value | None]]) -> Value: ...
+@overload
+async def eventually(look: Callable[[], Value | None]) -> Value: ...
+async def eventually(look: Callable[[], Any]) -> Any:
     """The first thing a look finds that is true."""
     async with asyncio.timeout(PATIENCE):
         while True:
             found = look()
-            value: Any = await found if inspect.isawaitable(found) else found
+            value = await found if inspect.isawaitable(found) else found
             if value:
                 return value
             await asyncio.sleep(0.005)

@@ -16,7 +16,7 @@ EXPIRES_AT = "outbox-expires-at"  # in microseconds since 1970
 async def taken(channel: AbstractChannel, queue: str) -> AbstractIncomingMessage:
     """The next message of a queue, taken out of it."""
     found = await channel.get_queue(queue)
-    return await eventually(lambda: found.get(fail=False, no_ack=True))  # type: ignore[arg-type, return-value]
+    return await eventually(lambda: found.get(fail=False, no_ack=True))
 
 
 async def is_empty(channel: AbstractChannel, queue: str) -> bool:

@@ -5,7 +5,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable
-from importlib.metadata import metadata
+from importlib.metadata import entry_points, metadata
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +59,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str,
 
 def test_what_was_found_once_is_not_looked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[str] = []
-    look = adapters.entry_points
-    monkeypatch.setattr(adapters, "entry_points", lambda group: looks.append(group) or look(group=group))
+    monkeypatch.setattr(adapters, "entry_points", lambda group: looks.append(group) or entry_points(group=group))
     assert adapters.store_class("sqlite") is adapters.store_class("sqlite")
     assert looks == [adapters.STORES], "a look takes milliseconds"
 

@@ -9,7 +9,7 @@ import time
 from array import array
 from collections import deque
 from dataclasses import dataclass, make_dataclass
-from datetime import UTC, date, datetime, timedelta, timezone, tzinfo
+from datetime import UTC, date, datetime, timedelta, timezone
 from datetime import time as time_of_day
 from decimal import Decimal
 from fractions import Fraction
@@ -34,6 +34,7 @@ from outbox import (
     TooManyHeaders,
     TransactionError,
 )
+from tests.support.zones import Broken
 
 QUICKLY = 2.0  # seconds of this process's own work, whatever else the machine does
 
@@ -67,11 +68,6 @@ class Part:
 class Unprintable:
     def __repr__(self) -> str:
         raise RuntimeError("no words")
-
-
-class Broken(tzinfo):
-    def utcoffset(self, moment: datetime | None) -> timedelta:
-        return timedelta(days=2)
 
 
 def nested(depth: int, *, by: str = "list") -> Any:

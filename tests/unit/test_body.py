@@ -18,7 +18,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from typing_extensions import TypedDict
 
 from outbox import BodyNotJson, ConfigurationError, OutboxError
-from outbox.core.body import Undecodable, decoder, encode
+from outbox.core.body import decoder, encode
+from outbox.core.errors import Undecodable
 from outbox.core.message import BYTES, JSON
 
 NO_ANNOTATION = inspect.Parameter.empty

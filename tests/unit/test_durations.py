@@ -5,7 +5,7 @@
 import math
 import time
 from collections.abc import Iterator
-from datetime import UTC, date, datetime, timedelta, timezone, tzinfo
+from datetime import UTC, date, datetime, timedelta, timezone
 from decimal import Decimal
 from typing import Any
 
@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from outbox import OutboxError, TimeInvalid
 from outbox.core.durations import EARLIEST, LONGEST, as_delay, as_due, as_lifetime, in_words, parse_duration
 from outbox.stores.postgresql.selecting import BEGINNING
+from tests.support.zones import Broken
 
 DELAYS = st.timedeltas(min_value=timedelta(0), max_value=LONGEST)
 SECOND = timedelta(seconds=1)
@@ -215,13 +216,6 @@ def test_an_aware_datetime_is_the_same_instant_in_utc(moment: datetime, minutes:
     assert isinstance(due, datetime)
     assert due == aware
     assert due.tzinfo is UTC
-
-
-class Broken(tzinfo):
-    """A time zone that answers nonsense."""
-
-    def utcoffset(self, moment: datetime | None) -> timedelta:
-        return timedelta(days=2)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -14,7 +15,6 @@ import pytest
 from outbox import listen
 from outbox.core.events import Event, Recovered, Troubled
 from outbox.core.store import Routing, Wanted
-from outbox.outbound import relay as routing_module
 from outbox.outbound.relay import Relay, Router
 from outbox.transports.database import DatabaseTransport
 
@@ -99,7 +99,7 @@ async def test_a_router_without_a_worker_routes_whole_batches() -> None:
 
 async def test_what_was_leased_is_handed_over_and_only_the_rest_is_announced() -> None:
     claim: Any = SimpleNamespace(attempts=[1, 2])
-    routing = Routing(5, {"a": 2, "b": 2, "c": 1}, claims={"a": claim, "b": SimpleNamespace(attempts=[3])})  # type: ignore[dict-item]
+    routing = Routing(5, {"a": 2, "b": 2, "c": 1}, claims={"a": claim, "b": SimpleNamespace(attempts=[3])})
     store, takers = Store(routing), Takers(a=2, b=1)
     assert await router(store, takers).round() == 5
     assert takers.taken == ["a", "b"]
@@ -120,7 +120,7 @@ async def test_while_nobody_wants_anything_the_router_waits_for_room_and_not_for
 
 async def test_a_router_does_not_hold_back_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr(routing_module.time, "monotonic", lambda: now)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     store, takers = Store(), Takers()
     holding_back = router(store, takers, patience=1.0)
     await holding_back.round()

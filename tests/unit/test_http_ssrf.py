@@ -407,7 +407,9 @@ def test_what_may_be_secret_in_a_url_is_not_shown() -> None:
 
 def test_the_name_of_a_route_can_be_given_and_is_never_too_long() -> None:
     assert HttpTransport("https://example.com/", name="billing").route == "billing"
-    assert len(HttpTransport("https://example.com/" + "ü" * 300).route.encode()) <= 255
+    route = HttpTransport("https://example.com/" + "ü" * 300).route
+    assert route is not None
+    assert len(route.encode()) <= 255
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,7 @@ def test_a_listener_is_a_declaration_that_nobody_changes() -> None:
 )
 def test_a_listener_that_cannot_work_is_refused_when_it_is_made(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError):
-        Listener(**{"binding_key": "order.created", "callback": on_order} | options)
+        Listener(**{"binding_key": "order.created", "callback": on_order, **options})
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,9 @@ import pytest
 from outbox.testing.servers import GivenServer, MariaDB, ServerFailed, ServerMissing, mariadb
 from outbox.testing.servers.ladder import from_debian, installed
 from tests.support.mariadb import arguments, statement
-from tests.unit.test_servers import wait_until_empty
+from tests.unit.folders import wait_until_empty
+
+pytestmark = pytest.mark.servers
 
 
 def test_a_server_named_by_its_variable_is_taken_before_any_other(monkeypatch: pytest.MonkeyPatch) -> None:

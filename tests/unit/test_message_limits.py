@@ -1,6 +1,7 @@
 """Limits: what a message may be, each limit with its own error, before anything reaches the database."""
 
 from datetime import UTC, datetime, timedelta
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -149,7 +150,7 @@ def test_a_refused_message_leaves_the_callers_transaction_as_it_was(emitting: An
 # Only what is received may have a bad id, or be no CloudEvent: whoever emits gets both from us.
 @pytest.mark.parametrize(
     "error",
-    sorted({*MessageError.__subclasses__()} - {MessageIdInvalid, CloudEventInvalid}, key=lambda each: each.__name__),
+    sorted(set(MessageError.__subclasses__()) - {MessageIdInvalid, CloudEventInvalid}, key=attrgetter("__name__")),
 )
 def test_each_limit_has_an_error_of_its_own(error: type[MessageError]) -> None:
     assert any(case.values[1] is error for case in BEYOND)

@@ -110,7 +110,7 @@ def row(id: int = 1) -> InsertedRow:
 def test_a_position_is_confirmed_when_everything_before_is_settled() -> None:
     buffer = LogBuffer(lambda: None)
     window = buffer.window
-    messages = []
+    messages: list[LoggedMessage] = []
     for end in (10, 20, 30):
         transaction = window.begin(end, 0)
         for _ in range(2):

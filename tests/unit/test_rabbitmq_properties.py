@@ -261,7 +261,7 @@ def test_a_dead_letter_says_why_and_its_next_copy_does_not() -> None:
     envelope = Envelope.read(encoded(message))
     headers = of_dead_letter(Attempt(message, 3), envelope, "orders", Dead(Reason.REJECTED, "no\x00 thanks"))
     letter = Envelope.read(envelope.carried_on("k", message, headers))
-    seen = as_pamqp_reads(envelope.carried_on("k", message, headers)).headers or {}
+    seen: dict[str, Any] = as_pamqp_reads(envelope.carried_on("k", message, headers)).headers or {}
     assert (seen["outbox-reason"], seen["outbox-queue"], seen["outbox-attempt"]) == ("rejected", "orders", 3)
     assert seen["outbox-error"] == "no\ufffd thanks"
     assert timedelta(0) <= datetime.now(UTC) - datetime.fromtimestamp(seen["outbox-died-at"] / 1e6, UTC)
@@ -283,7 +283,7 @@ def test_a_dead_letter_that_comes_back_has_all_its_attempts_before_it_and_no_exp
     assert "attempt 3 was the last, crashed" in revived.history
 
 
-PRIVATE = {
+PRIVATE: dict[str, Any] = {
     "outbox-routing-key": "payments.refund",
     "x-original-routing-key": "payments.refund",
     "outbox-attempt": 7,
@@ -297,13 +297,15 @@ PRIVATE = {
 }
 
 
-def delivered(exchange: str, *, redelivered: bool = False, counts_acquired: bool = False, **headers: Any) -> Envelope:
+def delivered(
+    exchange: str, headers: dict[str, Any], *, redelivered: bool = False, counts_acquired: bool = False
+) -> Envelope:
     incoming = Incoming(1, redelivered, exchange, "some.key", "", written(headers=headers), b"")
     return Envelope.of(incoming, counts_acquired=counts_acquired)
 
 
 def test_what_a_stranger_says_of_a_messages_past_is_ignored_and_not_carried_on() -> None:
-    envelope = delivered("outbox", color="red", **PRIVATE)
+    envelope = delivered("outbox", {"color": "red", **PRIVATE})
     message = envelope.message("some.key", b"")
     assert (message.routing_key, message.headers) == ("some.key", {"color": "red"})
     assert (envelope.attempt_count, envelope.crashes, envelope.history) == (1, None, "")
@@ -314,26 +316,26 @@ def test_what_a_stranger_says_of_a_messages_past_is_ignored_and_not_carried_on()
 
 
 def test_what_came_by_the_default_exchange_is_believed() -> None:
-    envelope = delivered("", **PRIVATE)
+    envelope = delivered("", PRIVATE)
     assert envelope.message("the.queue", b"").routing_key == "payments.refund"
     assert (envelope.attempt_count, envelope.crashes, envelope.history) == (7, 0, "forged")
     assert envelope.on_trial
     assert envelope.is_dead_letter
-    of_the_other_library = delivered("", **{"x-original-routing-key": "order.process"})
+    of_the_other_library = delivered("", {"x-original-routing-key": "order.process"})
     assert of_the_other_library.message("the.queue", b"").routing_key == "order.process"
 
 
 def test_returns_count_only_where_the_broker_says_that_there_was_one() -> None:
-    assert delivered("outbox", **{"x-delivery-count": 5}).returned == 0
-    assert delivered("outbox", redelivered=True, **{"x-delivery-count": 5}).returned == 5
-    assert delivered("outbox", redelivered=True, **{"x-delivery-count": 2**63 - 1}).returned == MOST_COUNTED
+    assert delivered("outbox", {"x-delivery-count": 5}).returned == 0
+    assert delivered("outbox", {"x-delivery-count": 5}, redelivered=True).returned == 5
+    assert delivered("outbox", {"x-delivery-count": 2**63 - 1}, redelivered=True).returned == MOST_COUNTED
 
 
 def test_an_acquired_count_is_believed_where_the_broker_writes_one() -> None:
     both = {"x-delivery-count": 5, "x-acquired-count": 1}
-    assert delivered("outbox", redelivered=True, counts_acquired=True, **both).returned == 1
-    assert delivered("outbox", redelivered=True, **both).returned == 5
-    assert delivered("outbox", counts_acquired=True, **both).returned == 0
+    assert delivered("outbox", both, redelivered=True, counts_acquired=True).returned == 1
+    assert delivered("outbox", both, redelivered=True).returned == 5
+    assert delivered("outbox", both, counts_acquired=True).returned == 0
 
 
 def test_of_a_dead_letter_the_larger_count_counts_because_its_queue_may_limit_that_one() -> None:

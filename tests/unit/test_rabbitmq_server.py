@@ -12,15 +12,18 @@ from urllib.parse import urlsplit
 import aio_pika
 import pytest
 from aio_pika.exceptions import AMQPError, ChannelClosed
+from pamqp.common import FieldTable
 
 from outbox.testing.servers import GivenServer, ServerFailed, ServerMissing, rabbitmq
 from outbox.testing.servers.ladder import installed
 from outbox.testing.servers.private_server import descendants
 from outbox.testing.servers.rabbitmq_server import RabbitMQ
 from tests.support.broker import VirtualHost
-from tests.unit.test_servers import LONG, wait_until_empty
+from tests.unit.folders import LONG, wait_until_empty
 
-QUORUM = {"x-queue-type": "quorum"}
+pytestmark = pytest.mark.servers
+
+QUORUM: FieldTable = {"x-queue-type": "quorum"}
 
 
 async def put(url: str, body: bytes) -> None:

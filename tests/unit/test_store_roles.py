@@ -21,7 +21,9 @@ ROLES = {
 @pytest.mark.parametrize("role", ROLES.values(), ids=ROLES)
 def test_a_role_has_at_most_eight_methods(role: type) -> None:
     asked = [name for name in dir(role) if not name.startswith("_")]
-    abstract = getattr(role, "__abstractmethods__", frozenset())  # of a base class only what must be written counts
+    abstract: frozenset[str] = getattr(
+        role, "__abstractmethods__", frozenset()
+    )  # of a base class only what must be written counts
     assert 0 < len(abstract or asked) <= MOST_METHODS
 
 

@@ -89,16 +89,12 @@ def test_the_last_attempt_is_the_one_without_a_next() -> None:
 # Slots.
 
 
-class Held:
+class Held(Delivery):
     """Stands where a transport's delivery would: only its outcome is of interest here."""
 
     def __init__(self, delivery: Delivery) -> None:
         self.attempt = delivery.attempt
-        self.raw = delivery.raw
         self.outcomes: list[Outcome] = []
-
-    def completion(self) -> None:
-        return None
 
     def settle(self, outcome: Outcome) -> Settlement:
         self.outcomes.append(outcome)

@@ -96,6 +96,18 @@ def imports_cached_property(file: Path) -> bool:
     return "cached_property" in named
 
 
+def test_no_test_is_imported_for_what_stands_beside_it() -> None:
+    """Two files of tests that share something get it from a third one: `tests/support`, or a module of their folder."""
+    tests = SOURCES.parents[1] / "tests"
+    importing = {
+        file.relative_to(tests).as_posix(): node.module
+        for file in sorted(tests.rglob("*.py"))
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[-1].startswith("test_")
+    }
+    assert not importing
+
+
 def test_every_module_at_the_top_has_its_layer() -> None:
     tool = tomllib.loads((SOURCES.parents[1] / "pyproject.toml").read_text())["tool"]["importlinter"]
     [layers] = [contract for contract in tool["contracts"] if contract["type"] == "layers"]

@@ -237,9 +237,10 @@ def test_what_is_no_secret_is_refused_without_being_shown(secret: Any) -> None:
 
 
 def test_no_secret_at_all_is_refused() -> None:
-    for nothing in ((), [], iter(())):
+    nothings: tuple[Any, ...] = ((), [], iter(()))
+    for nothing in nothings:
         with pytest.raises(ConfigurationError, match="no webhook secret"):
-            Secrets.of(nothing)  # type: ignore[arg-type]
+            Secrets.of(nothing)
 
 
 def test_a_body_is_read_once_for_each_secret_however_many_signatures_a_sender_gives(

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -229,7 +230,7 @@ class Stage:
                 assert list(attempt_ids(claim)) == [AFTERWARDS]
                 assert await claim.settle({each.id: Done() for each in claim.attempts}) == frozenset()
 
-    async def nothing_is_left_open(self, tasks: set[asyncio.Task[Any]], taken: set[object]) -> None:
+    async def nothing_is_left_open(self, tasks: AbstractSet[asyncio.Task[Any]], taken: AbstractSet[object]) -> None:
         """No task, no connection out of its pool, no transaction on the server."""
         await eventually(lambda: not (asyncio.all_tasks() - tasks))
         await eventually(lambda: not taken)

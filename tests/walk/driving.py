@@ -166,12 +166,8 @@ class AsyncpgPool(Asyncpg):
         await self._pool.close()
 
 
-class AsyncPsycopg(Awaiting):
-    async def open(self, **options: Any) -> None:
-        self.connection = await psycopg.AsyncConnection.connect(self.url, **options)
-
-    async def open_autocommit(self) -> None:
-        await self.open(autocommit=True)
+class BegunByStatements(Awaiting):
+    """Drivers whose connections begin a transaction with the first statement, and end it themselves."""
 
     async def close(self) -> None:
         await self.connection.close()
@@ -188,7 +184,15 @@ class AsyncPsycopg(Awaiting):
         await self.connection.rollback()
 
 
-class Aiosqlite(Awaiting):
+class AsyncPsycopg(BegunByStatements):
+    async def open(self, **options: Any) -> None:
+        self.connection = await psycopg.AsyncConnection.connect(self.url, **options)
+
+    async def open_autocommit(self) -> None:
+        await self.open(autocommit=True)
+
+
+class Aiosqlite(BegunByStatements):
     on = "sqlite"
 
     async def open(self, **options: Any) -> None:
@@ -196,20 +200,6 @@ class Aiosqlite(Awaiting):
 
     async def open_autocommit(self) -> None:
         await self.open(isolation_level=None)
-
-    async def close(self) -> None:
-        await self.connection.close()
-
-    async def begin(self) -> None: ...
-
-    async def begin_explicitly(self) -> None:
-        await self.connection.execute("BEGIN")
-
-    async def commit(self) -> None:
-        await self.connection.commit()
-
-    async def rollback(self) -> None:
-        await self.connection.rollback()
 
 
 class Threaded(Driving):

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from multiprocessing.queues import Queue
 from typing import Any
@@ -168,7 +169,7 @@ def threads(shop: Shop) -> dict[str, Any]:
         each.start()
     for first in range(1, ROUNDS * CHILDREN, CHILDREN):
         children = range(first, first + CHILDREN)
-        codes += ended([started(lambda n=n: shop.both(n, range(3))) for n in children])
+        codes += ended([started(partial(shop.both, n, range(3))) for n in children])
         told += [f"{kind} {n} {number}" for kind in ("plain", "waiting") for n in children for number in range(2)]
     over.set()
     for each in working:
@@ -179,7 +180,7 @@ def threads(shop: Shop) -> dict[str, Any]:
 def midway(shop: Shop) -> dict[str, Any]:
     """A process forks while a thread of it stands where another one, or a child, may have to pass."""
     asyncio.run(shop.prepare())
-    codes = {}
+    codes: dict[str, list[int | None]] = {}
     dialect = create_engine("sqlite://").dialect
     for owner, name, work in [
         (PostgresqlStore, "make_sync_engine", lambda n: shop.plain(n, range(1))),  # where an engine is made
@@ -187,8 +188,8 @@ def midway(shop: Shop) -> dict[str, Any]:
         (event, "listen", lambda _: transaction_guard._watch(dialect)),  # at the first message of a plain listener
     ]:
         n = 2 * len(codes)
-        with standing_in(owner, name, lambda n=n, work=work: work(n)):
-            codes[name] = ended([started(lambda n=n, work=work: work(n + 1))])
+        with standing_in(owner, name, partial(work, n)):
+            codes[name] = ended([started(partial(work, n + 1))])
     return {"codes": codes, "told": sorted(f"plain {n} 0" for n in range(4)), **asyncio.run(shop.found())}
 
 

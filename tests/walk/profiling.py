@@ -55,7 +55,7 @@ class Profiler:
 
     def __exit__(self, *_: object) -> None:
         sys.setprofile(None)
-        threading.setprofile(None)  # type: ignore[arg-type]
+        threading.setprofile(None)
 
     def begin(self) -> Walk:
         self._walk = Walk()

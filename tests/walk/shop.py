@@ -83,7 +83,7 @@ def arm() -> None:
     die_around(DeliveryStorage, "_conclude", "acknowledging")
     die_around(RequestStorage, "_conclude", "answering")
     if "SHOP_CLAIMS_NOTHING" in os.environ:
-        DatabaseConsumer._claim = never  # type: ignore[method-assign]
+        DatabaseConsumer._claim = never  # type: ignore[assignment, method-assign]
 
 
 async def never(*_: object) -> bool:

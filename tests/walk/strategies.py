@@ -47,12 +47,6 @@ class Effects:
             return list(found.scalars())
 
 
-async def emit(outbox: Outbox, *bodies: object, routing_key: str = "order.created", **options: Any) -> None:
-    async with outbox.transaction() as session:
-        for body in bodies:
-            await outbox.emit(session, routing_key, body, **options)
-
-
 async def reached(event: asyncio.Event) -> None:
     async with asyncio.timeout(PATIENCE):
         await event.wait()

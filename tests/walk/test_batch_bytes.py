@@ -13,7 +13,7 @@ from outbox.core.attempt import Attempt, Done
 from outbox.core.binding import Binding
 from outbox.core.store import Selection, Suspected, Wanted
 from outbox.stores import selecting
-from tests.conftest import MakeOutbox
+from tests.support.outboxes import MakeOutbox
 
 KIB = 1024
 AIM = 64 * KIB

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 from outbox import Listener, Message, Outbox
 from tests.support.observing import PATIENCE, let_leases_run_out
@@ -38,7 +39,7 @@ async def fill(outbox: Outbox) -> None:
     await transport.close()
 
 
-async def live(options: dict[str, object], calls: list[list[str]], all_done: Callable[[], Awaitable[bool]]) -> None:
+async def live(options: dict[str, Any], calls: list[list[str]], all_done: Callable[[], Awaitable[bool]]) -> None:
     """A worker until it dies, or until nothing is left to do for it."""
     worker = await asyncio.create_subprocess_exec(
         sys.executable, "-c", WORKER, json.dumps(options), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
@@ -69,14 +70,14 @@ def check(calls: list[list[str]]) -> None:
 
 
 async def test_on_the_database(database_url: str, table_name: str) -> None:
-    options: dict[str, object] = {"db_engine_url": database_url, "table_name": table_name, "poll_interval": 0.2}
+    options: dict[str, Any] = {"db_engine_url": database_url, "table_name": table_name, "poll_interval": 0.2}
     outbox, calls = Outbox(**options), list[list[str]]()
     await outbox.create_tables()
     await fill(outbox)
 
     async def all_done() -> bool:
         backlog = await outbox.backlog()
-        return not any(queue.delivered + queue.retrying for queue in backlog.queues)
+        return not any(queue.open for queue in backlog.queues)
 
     while not await all_done():
         await let_leases_run_out(outbox)
@@ -89,7 +90,7 @@ async def test_on_the_database(database_url: str, table_name: str) -> None:
 
 
 async def test_on_rabbitmq(rabbitmq_url: str) -> None:
-    options: dict[str, object] = {"rabbitmq_url": rabbitmq_url}
+    options: dict[str, Any] = {"rabbitmq_url": rabbitmq_url}
     outbox, calls = Outbox(**options), list[list[str]]()
     await fill(outbox)
 

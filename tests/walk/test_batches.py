@@ -18,9 +18,10 @@ from sqlalchemy.orm import Session
 from outbox import Listener, Message, Outbox, Reason, Reject, listen
 from outbox.core.attempt import Done, Released, RetryIn
 from outbox.core.events import Handled, LeaseWasLost, Troubled
+from outbox.inbound import inbox
 from outbox.testing import drain
-from tests.conftest import MakeOutbox
 from tests.support.observing import PATIENCE, Recorder, Statements, eventually
+from tests.support.outboxes import MakeOutbox
 
 LONG_LEASE = timedelta(minutes=5)
 LIMIT = 3.0  # seconds that one call exceeds and the next ones do not, whatever holds the machine up
@@ -167,7 +168,9 @@ async def test_as_many_lists_as_its_concurrency_are_at_work(in_memory: Shop) -> 
 async def test_single_failures_are_retried_alone_and_the_rest_commits(shop: Shop) -> None:
     @listen("order.*", queue="q", batch=100, retry_delays=(0.01,))
     async def listener(orders: list[Order], session: AsyncSession, attempt_count: int) -> dict[int, Exception]:
-        failed = {} if attempt_count > 1 else {n: OSError("no") for n, order in enumerate(orders) if order.id in (1, 3)}
+        failed: dict[int, Exception] = {}
+        if attempt_count == 1:
+            failed = {n: OSError("no") for n, order in enumerate(orders) if order.id in (1, 3)}
         await shop.write(session, [order for n, order in enumerate(orders) if n not in failed])
         return failed
 
@@ -266,7 +269,9 @@ async def test_what_was_handled_before_is_not_in_the_list(in_memory: Shop) -> No
 async def test_of_copies_in_one_list_the_first_counts(in_memory: Shop) -> None:
     @listen("order.*", queue="q", batch=100, retry_delays=(0.01,))
     async def listener(orders: list[Order], session: AsyncSession, attempt_count: int) -> dict[int, Exception]:
-        failed = {n: OSError("no") for n, order in enumerate(orders) if order.id == 1 and len(in_memory.calls) == 0}
+        failed: dict[int, Exception] = {
+            n: OSError("no") for n, order in enumerate(orders) if order.id == 1 and len(in_memory.calls) == 0
+        }
         await in_memory.write(session, [order for n, order in enumerate(orders) if n not in failed])
         return failed
 
@@ -278,7 +283,10 @@ async def test_of_copies_in_one_list_the_first_counts(in_memory: Shop) -> None:
     assert await in_memory.written() == [0, 1]
 
 
-async def test_a_list_in_which_one_lease_was_lost_runs_again_without_it(on_the_database: Shop) -> None:
+async def test_a_list_in_which_one_lease_was_lost_runs_again_without_it(
+    on_the_database: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inbox, "LEASE_LOST_PAUSE", timedelta(milliseconds=200))
     shop, messages = on_the_database, on_the_database.outbox.tables.messages
 
     @listen("order.*", queue="q", batch=100, lease=LONG_LEASE)
@@ -365,7 +373,7 @@ async def test_a_list_that_outlives_its_grace_is_given_back_untried(
 async def test_draining_gives_a_listener_its_lists(shop: Shop) -> None:
     @listen("order.*", queue="q", batch=3, retry_delays=(60,))
     async def listener(orders: list[Order], session: AsyncSession, attempt_count: int) -> dict[int, Exception]:
-        failed = {0: OSError("no")} if attempt_count == 1 and orders[0].id == 0 else {}
+        failed: dict[int, Exception] = {0: OSError("no")} if attempt_count == 1 and orders[0].id == 0 else {}
         await shop.write(session, [order for n, order in enumerate(orders) if n not in failed])
         return failed
 

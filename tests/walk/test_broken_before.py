@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable
 from datetime import datetime, timedelta
 
 import pytest
-from sqlalchemy import Column, Integer, MetaData, Table, insert, select, text, update
+from sqlalchemy import Table, insert, text, update
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session
 
@@ -19,30 +18,16 @@ from outbox.core.binding import Binding
 from outbox.core.events import Handled, Troubled
 from outbox.core.store import Selection, Suspected
 from outbox.transports import function
-from tests.walk.test_worker import PATIENCE, Watch, emit
-
-MakeOutbox = Callable[..., Outbox]
-
-POSTGRESQL = pytest.mark.parametrize("database_url", ["postgresql+asyncpg", "postgresql+psycopg"], indirect=True)
-SQLITE = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
-
-
-@pytest.fixture
-def watch() -> Watch:
-    return Watch()
+from tests.support.databases import on_postgresql, on_sqlite
+from tests.support.observing import PATIENCE
+from tests.support.outboxes import MakeOutbox, emit
+from tests.walk.effects import made, numbers_table, written
+from tests.walk.strategies import Watch
 
 
 @pytest.fixture
 async def effects(outbox: Outbox, table_name: str) -> Table:
-    table = Table(f"{table_name}_effects", MetaData(), Column("id", Integer, primary_key=True), Column("n", Integer))
-    async with outbox.engines.asynchronous.begin() as connection:
-        await connection.run_sync(table.metadata.create_all)
-    return table
-
-
-async def written(outbox: Outbox, effects: Table) -> list[int]:
-    async with outbox.transaction() as session:
-        return list(await session.scalars(select(effects.c.n).order_by(effects.c.n)))
+    return await made(outbox, numbers_table(table_name))
 
 
 @pytest.mark.parametrize("end", ["commit", "rollback"])
@@ -63,7 +48,7 @@ async def test_a_listener_that_ends_its_own_transaction_repeats_no_effect(
 
     await emit(outbox, 1)
     async with outbox.running(listeners=[in_loop, in_thread]):
-        await watch.until(Handled, 6)
+        await watch.wait_for(Handled, 6)
     assert await written(outbox, effects) == []
     letters = await outbox.dead_letters.list()
     assert [letter.queue for letter in letters] == ["async", "plain"] or len(letters) == 2
@@ -87,11 +72,11 @@ async def test_a_savepoint_of_the_listeners_own_is_fine(make_outbox: MakeOutbox,
 
     await emit(outbox, 1)
     async with outbox.running(listeners=[listener]):
-        await watch.until(Handled)
+        await watch.wait_for(Handled)
     assert await written(outbox, effects) == [1]
 
 
-@POSTGRESQL
+@on_postgresql
 async def test_a_router_that_is_frozen_at_work_stops_nobody_else(make_outbox: MakeOutbox, watch: Watch) -> None:
     """A transaction that holds what a router holds: some messages, and the bindings' version."""
     outbox = make_outbox(observers=[watch])
@@ -108,7 +93,7 @@ async def test_a_router_that_is_frozen_at_work_stops_nobody_else(make_outbox: Ma
         async with outbox.running(listeners=[listener]):
             for n in range(5):
                 await emit(outbox, n)
-                await watch.until(Handled, n + 1)
+                await watch.wait_for(Handled, n + 1)
     await engine.dispose()
 
 
@@ -151,13 +136,13 @@ async def test_leaving_one_running_block_leaves_another_alone(make_outbox: MakeO
         await asyncio.wait_for(started.wait(), PATIENCE)
         async with outbox.running(listeners=[other]):
             await emit(outbox, 2, routing_key="b")
-            await watch.until(Handled)
+            await watch.wait_for(Handled)
         release.set()
-        await watch.until(Handled, 2)
+        await watch.wait_for(Handled, 2)
     assert runs == 1
 
 
-@POSTGRESQL
+@on_postgresql
 async def test_tables_made_in_the_callers_own_transaction_are_used(database_url: str, make_outbox: MakeOutbox) -> None:
     engine = create_async_engine(database_url)
     outbox = make_outbox(db_engine=engine)
@@ -186,7 +171,7 @@ async def test_workers_that_start_together_do_not_deadlock_over_what_waits_for_t
     assert (await outbox.backlog()).unroutable == 2000
 
 
-@POSTGRESQL
+@on_postgresql
 async def test_a_pool_of_one_connection_is_enough(database_url: str, make_outbox: MakeOutbox, watch: Watch) -> None:
     engine = create_async_engine(database_url, pool_size=1, max_overflow=0)
     outbox = make_outbox(db_engine=engine, observers=[watch])
@@ -197,12 +182,12 @@ async def test_a_pool_of_one_connection_is_enough(database_url: str, make_outbox
 
     await emit(outbox, *range(20))
     async with outbox.running(listeners=[listener]):
-        await watch.until(Handled, 20)
-    assert not watch.all(Troubled)
+        await watch.wait_for(Handled, 20)
+    assert not watch.of(Troubled)
     await engine.dispose()
 
 
-@POSTGRESQL
+@on_postgresql
 async def test_waiting_for_a_connection_burns_no_attempt(
     database_url: str, make_outbox: MakeOutbox, watch: Watch
 ) -> None:
@@ -218,10 +203,10 @@ async def test_waiting_for_a_connection_burns_no_attempt(
     await emit(outbox, 1)
     hurried = listen("#", queue="q", timeout=0.2, retry_delays=())(listener)
     async with engine.connect(), outbox.running(listeners=[hurried]):
-        await watch.until(Troubled)
+        await watch.wait_for(Troubled)
         assert runs == 0
     async with outbox.running(listeners=[listen("#", queue="q", retry_delays=())(listener)]):
-        await watch.until(Handled, 1)
+        await watch.wait_for(Handled, 1)
         async with asyncio.timeout(PATIENCE):
             while runs == 0:
                 await asyncio.sleep(0.02)
@@ -254,7 +239,7 @@ async def test_a_former_suspect_does_not_hold_up_the_healthy_of_its_queue(make_o
             await alone.settle({attempt.id: Done()})
 
 
-@POSTGRESQL
+@on_postgresql
 async def test_other_event_loops_of_a_process_leave_no_connections_behind(
     database_url: str, make_outbox: MakeOutbox, table_name: str
 ) -> None:
@@ -320,14 +305,14 @@ async def test_a_row_that_nobody_can_read_is_buried_and_stops_nobody(make_outbox
     async with outbox.transaction() as session:
         await session.execute(update(messages).where(messages.c.id == 2).values(headers="{not json"))
     async with outbox.running(listeners=[listener]):
-        await watch.until(Handled, 2)
+        await watch.wait_for(Handled, 2)
         async with asyncio.timeout(PATIENCE):
             while not (await outbox.backlog()).dead:
                 await asyncio.sleep(0.02)
     assert (await outbox.backlog()).dead == 1
 
 
-@SQLITE
+@on_sqlite
 async def test_sqlite_lets_everybody_of_a_process_write_in_turn(make_outbox: MakeOutbox, watch: Watch) -> None:
     """Listeners that write without a pause starve neither a producer nor the renewal of a lease."""
     outbox = make_outbox(observers=[watch], lease=10)
@@ -362,11 +347,11 @@ async def test_sqlite_lets_everybody_of_a_process_write_in_turn(make_outbox: Mak
                 await asyncio.sleep(0.02)
         assert runs < count, "the lease is renewed while the others write"
         release.set()
-        await watch.until(Handled, count + 1)
-    assert {type(event.outcome) for event in watch.all(Handled)} == {Done}
+        await watch.wait_for(Handled, count + 1)
+    assert {type(event.outcome) for event in watch.of(Handled)} == {Done}
 
 
-@SQLITE
+@on_sqlite
 async def test_a_second_transaction_in_the_same_task_is_refused_instead_of_waiting_for_itself(
     outbox: Outbox,
 ) -> None:

@@ -17,13 +17,9 @@ from sqlalchemy.orm import Session
 from outbox import NotAtomicWarning, Outbox, TransactionError
 from outbox.adapters import sync_url
 from outbox.sqlite import prepare
+from tests.support.databases import on_postgresql, on_sqlite
 
 from .strategies import Effects
-
-MakeOutbox = Callable[..., Outbox]
-
-POSTGRESQL = pytest.mark.parametrize("database_url", ["postgresql+asyncpg", "postgresql+psycopg"], indirect=True)
-SQLITE = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 
 
 @pytest.fixture
@@ -57,7 +53,7 @@ async def nothing(outbox: Outbox, effects: Effects) -> bool:
     return not await effects.all() and not await outbox.messages()
 
 
-@POSTGRESQL
+@on_postgresql
 async def test_a_transaction_in_which_an_error_was_swallowed_does_not_return(outbox: Outbox, effects: Effects) -> None:
     called: list[str] = []
 
@@ -85,7 +81,7 @@ async def test_a_transaction_in_which_an_error_was_swallowed_does_not_return(out
     assert await nothing(outbox, effects) and called == []
 
 
-@POSTGRESQL
+@on_postgresql
 async def test_an_aborted_transaction_takes_no_message(outbox: Outbox, effects: Effects) -> None:
     with pytest.raises(TransactionError, match="begin_nested"):
         async with outbox.transaction() as session:
@@ -107,7 +103,7 @@ async def test_an_error_in_a_savepoint_leaves_the_rest_of_a_transaction(outbox: 
     assert await effects.all() == ["kept"] and len(await outbox.messages()) == 1 and called == ["hook"]
 
 
-@POSTGRESQL
+@on_postgresql
 async def test_the_applications_own_sessions_and_connections_are_told_too(
     outbox: Outbox, effects: Effects, engine: AsyncEngine
 ) -> None:
@@ -141,7 +137,7 @@ async def driver_of(session: AsyncSession) -> Any:
     return (await (await session.connection()).get_raw_connection()).driver_connection
 
 
-@POSTGRESQL
+@on_postgresql
 async def test_an_error_that_was_swallowed_on_the_drivers_own_connection_calls_nothing_either(
     outbox: Outbox, effects: Effects, engine: AsyncEngine
 ) -> None:
@@ -183,7 +179,7 @@ async def test_an_error_that_was_swallowed_on_the_drivers_own_connection_calls_n
     assert await nothing(outbox, effects) and called == []
 
 
-@POSTGRESQL
+@on_postgresql
 async def test_what_succeeds_on_the_drivers_own_connection_commits(outbox: Outbox, effects: Effects) -> None:
     called: list[str] = []
     async with outbox.transaction() as session:
@@ -194,7 +190,7 @@ async def test_what_succeeds_on_the_drivers_own_connection_commits(outbox: Outbo
     assert await effects.all() == ["order"] and len(await outbox.messages()) == 1 and called == ["hook"]
 
 
-@POSTGRESQL
+@on_postgresql
 async def test_a_connection_whose_commit_was_refused_can_be_used_again(
     outbox: Outbox, effects: Effects, engine: AsyncEngine
 ) -> None:
@@ -225,7 +221,7 @@ async def _roll_back_in_the_pool(session: AsyncSession) -> None:
 
 
 async def _roll_back_by_adapter(session: AsyncSession) -> None:
-    await session.run_sync(lambda plain: plain.connection().connection.dbapi_connection.rollback())
+    await session.run_sync(lambda plain: plain.connection().connection.dbapi_connection.rollback())  # type: ignore[union-attr]
 
 
 async def _roll_back_on_the_driver(session: AsyncSession) -> None:
@@ -233,7 +229,7 @@ async def _roll_back_on_the_driver(session: AsyncSession) -> None:
 
 
 async def _close_the_adapter(session: AsyncSession) -> None:
-    await session.run_sync(lambda plain: plain.connection().connection.dbapi_connection.close())
+    await session.run_sync(lambda plain: plain.connection().connection.dbapi_connection.close())  # type: ignore[union-attr]
 
 
 async def _commit_by_text(session: AsyncSession) -> None:
@@ -251,7 +247,7 @@ ENDS = [
 ]
 
 
-@POSTGRESQL
+@on_postgresql
 @pytest.mark.parametrize("goes_on", [False, True], ids=["returns", "goes on"])
 @pytest.mark.parametrize("end", ENDS, ids=lambda end: end.__name__.strip("_").replace("_", " "))
 async def test_a_transaction_that_was_ended_without_sqlalchemy_does_not_return(
@@ -293,7 +289,7 @@ async def test_a_transaction_that_was_ended_without_sqlalchemy_does_not_return(
     assert await nothing(outbox, effects) and called == []
 
 
-@POSTGRESQL
+@on_postgresql
 async def test_text_that_would_end_a_transaction_in_which_something_waits_for_the_commit_is_refused(
     outbox: Outbox, effects: Effects, engine: AsyncEngine
 ) -> None:
@@ -310,7 +306,7 @@ async def test_text_that_would_end_a_transaction_in_which_something_waits_for_th
     assert await effects.all() == ["kept"] and len(await outbox.messages()) == 1
 
 
-@POSTGRESQL
+@on_postgresql
 async def test_a_transaction_that_is_followed_by_another_one_on_its_connection_is_not_taken_for_ended(
     outbox: Outbox, effects: Effects, engine: AsyncEngine
 ) -> None:
@@ -347,7 +343,7 @@ async def rolls_back(outbox: Outbox, effects: Effects) -> str:
     return f"INSERT INTO {name} (what, n) VALUES ('none', 13)"
 
 
-@SQLITE
+@on_sqlite
 async def test_sqlite_that_rolls_back_by_itself_leaves_neither_data_nor_message(
     outbox: Outbox, effects: Effects, rolls_back: str
 ) -> None:
@@ -375,7 +371,7 @@ async def test_sqlite_that_rolls_back_by_itself_leaves_neither_data_nor_message(
     assert await nothing(outbox, effects) and called == []
 
 
-@SQLITE
+@on_sqlite
 async def test_sqlite_that_rolls_back_at_a_statement_of_its_driver_leaves_nothing_either(
     outbox: Outbox, effects: Effects, rolls_back: str, engine: AsyncEngine
 ) -> None:
@@ -403,7 +399,7 @@ async def test_sqlite_that_rolls_back_at_a_statement_of_its_driver_leaves_nothin
     assert await effects.all() == ["order"] and len(await outbox.messages()) == 1
 
 
-@SQLITE
+@on_sqlite
 async def test_what_sqlite_rolled_back_at_a_statement_of_its_driver_stays_so_when_the_session_goes_on(
     outbox: Outbox, effects: Effects, rolls_back: str, engine: AsyncEngine, database_url: str
 ) -> None:
@@ -460,7 +456,7 @@ async def interrupt(session: AsyncSession, effects: Effects) -> None:
         stop.cancel()
 
 
-@SQLITE
+@on_sqlite
 @pytest.mark.parametrize("how", [fill_the_disk, interrupt])
 async def test_what_a_full_disk_or_an_interrupt_rolled_back_is_not_taken_for_committed(
     outbox: Outbox, effects: Effects, how: Callable[[AsyncSession, Effects], Awaitable[None]]
@@ -477,7 +473,7 @@ async def test_what_a_full_disk_or_an_interrupt_rolled_back_is_not_taken_for_com
     assert [stored.message.body for stored in await outbox.messages()] == [b"2"]
 
 
-@SQLITE
+@on_sqlite
 @pytest.mark.parametrize("prepared", [False, True], ids=["as it is", "prepared"])
 async def test_emit_on_a_given_engine_refuses_what_sqlite_has_rolled_back(
     outbox: Outbox, effects: Effects, rolls_back: str, database_url: str, prepared: bool
@@ -498,7 +494,7 @@ async def test_emit_on_a_given_engine_refuses_what_sqlite_has_rolled_back(
     assert [message.message.body for message in await outbox.messages()] == [b"2"]
 
 
-@SQLITE
+@on_sqlite
 async def test_a_transaction_that_a_prepared_engine_is_about_to_begin_is_no_reason_for_a_warning(
     outbox: Outbox, effects: Effects, engine: AsyncEngine
 ) -> None:
@@ -509,7 +505,7 @@ async def test_a_transaction_that_a_prepared_engine_is_about_to_begin_is_no_reas
     assert not await outbox.messages()
 
 
-@SQLITE
+@on_sqlite
 async def test_a_savepoint_that_comes_first_on_a_given_engine_is_warned_of(
     outbox: Outbox, effects: Effects, engine: AsyncEngine
 ) -> None:

@@ -35,7 +35,7 @@ from outbox.core.store import (
 )
 from outbox.core.transport import Transport
 from outbox.shutdown import Shutdown
-from tests.conftest import DATABASES
+from tests.support.databases import DATABASES
 from tests.support.interrupting import Interrupted, interrupted
 from tests.support.observing import PATIENCE
 

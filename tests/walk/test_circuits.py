@@ -4,122 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
-from datetime import timedelta
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 
-from outbox import Message, Outbox, RetryPolicy, TransportUnavailable
+from outbox import Message, Outbox, TransportUnavailable
 from outbox.core.events import CircuitClosed, CircuitOpened
 from outbox.core.store import CircuitState
-from outbox.core.transport import Features, Published, Refusal, Report, Transport, unreported
+from outbox.core.transport import Published
 from outbox.outbound import circuit
-from outbox.outbound.circuit import LOOK_EVERY, Breaker, Circuits
+from outbox.outbound.circuit import LOOK_EVERY
 from outbox.outbound.cleanup import Cleanup
-from outbox.outbound.publishing import Publisher
 from outbox.testing.clock import advance
 from tests.support.observing import PATIENCE, Recorder, Statements, eventually
-
-MakeOutbox = Callable[..., Outbox]
-Answer = Callable[[Sequence[Message]], Any]
-
-LEASE = timedelta(minutes=1)
-BATCH = 8
-
-
-class Sink(Transport):
-    """A destination that answers as it is told at the moment."""
-
-    name = "sink"
-    features = Features(consumes=False, delays=False, keeps_dead_letters=False, shares_outages=True)
-
-    def __init__(self, answer: Answer) -> None:
-        self.answer = answer
-        self.calls: list[list[Message]] = []
-
-    @property
-    def sizes(self) -> list[int]:
-        return [len(call) for call in self.calls]
-
-    async def publish(self, messages: Sequence[Message], report: Report = unreported) -> Published:
-        self.calls.append(list(messages))
-        answer = self.answer(messages)
-        result: Published = await answer if asyncio.iscoroutine(answer) else answer
-        return result
-
-
-def yes(messages: Sequence[Message]) -> Published:
-    return Published(frozenset(message.id for message in messages))
-
-
-def no(messages: Sequence[Message]) -> Published:
-    return Published(frozenset(), {message.id: Refusal("not now") for message in messages})
-
-
-def nothing(messages: Sequence[Message]) -> Published:
-    return Published()
-
-
-def unavailable(messages: Sequence[Message]) -> Published:
-    raise TransportUnavailable("connection refused")
-
-
-def broken(messages: Sequence[Message]) -> Published:
-    raise RuntimeError("a bug in the client library")
-
-
-class Process:
-    """One relay's rounds, made by hand, with a clock that stands still unless it is moved."""
-
-    def __init__(self, outbox: Outbox, sink: Sink, restart_delay: Any = None) -> None:
-        self.outbox, self.sink = outbox, sink
-        self.recorder = Recorder()
-        self.now = 1000.0
-        circuits = Circuits(outbox.store, self.clock)
-        self.breaker = Breaker(
-            outbox.store,
-            circuits,
-            None,
-            batch_size=BATCH,
-            lease=LEASE,
-            observe=self.recorder,
-            restart_delay=restart_delay,
-            clock=self.clock,
-            chance=lambda: 0.5,
-        )
-        self.publisher = Publisher(
-            outbox.store.feed,
-            sink,
-            batch_size=BATCH,
-            lease=LEASE,
-            retry_policy=RetryPolicy.sequence((60,)),
-            observe=self.recorder,
-            breaker=self.breaker,
-        )
-        self.round = self.publisher.round
-
-    def clock(self) -> float:
-        return self.now
-
-    async def pass_time(self, seconds: float) -> None:
-        """For the rows and for this process."""
-        await advance(self.outbox, seconds)
-        self.now += seconds
-
-    @property
-    def pauses(self) -> list[float]:
-        return [event.pause.total_seconds() for event in self.recorder.of(CircuitOpened)]
-
-
-async def emit(outbox: Outbox, count: int, **options: Any) -> None:
-    async with outbox.transaction() as session:
-        await outbox.emit_many(session, "order.created", range(count), **options)
-
-
-async def state(outbox: Outbox) -> CircuitState | None:
-    circuits = await outbox.store.circuits.all()
-    return circuits[0].state if circuits else None
+from tests.support.outboxes import MakeOutbox, emit
+from tests.walk.destinations import Answer, Sink, broken, no, nothing, unavailable, yes
+from tests.walk.rounds import BATCH, Process, state
 
 
 async def untouched(outbox: Outbox) -> bool:
@@ -132,7 +32,7 @@ async def untouched(outbox: Outbox) -> bool:
 @pytest.mark.parametrize("answer", [nothing, unavailable])
 async def test_after_a_round_without_any_answer_nobody_asks(outbox: Outbox, answer: Answer) -> None:
     relay = Process(outbox, Sink(answer))
-    await emit(outbox, 20)
+    await emit(outbox, *range(20))
     assert [await relay.round() for _ in range(3)] == [0, 0, 0]
     assert relay.sink.sizes == [BATCH]
     assert relay.pauses == [1.0]
@@ -145,7 +45,7 @@ async def test_after_a_round_without_any_answer_nobody_asks(outbox: Outbox, answ
 
 async def test_while_a_circuit_is_open_nothing_is_asked_that_could_show_a_database_to_be_back(outbox: Outbox) -> None:
     relay = Process(outbox, Sink(nothing))
-    await emit(outbox, 20)
+    await emit(outbox, *range(20))
     await relay.round()
     assert relay.publisher.asked
     await relay.round()
@@ -157,7 +57,7 @@ async def test_while_a_circuit_is_open_nothing_is_asked_that_could_show_a_databa
 
 async def test_each_probe_is_one_message_and_another_one_and_pauses_double(outbox: Outbox) -> None:
     relay = Process(outbox, Sink(nothing))
-    await emit(outbox, 20)
+    await emit(outbox, *range(20))
     for _ in range(9):
         assert await relay.round() == 0
         await relay.pass_time(100)
@@ -173,7 +73,7 @@ async def test_pauses_are_those_that_restart_delay_says(outbox: Outbox) -> None:
         return 5.0 * count if count < 3 else None
 
     relay = Process(outbox, Sink(unavailable), said)
-    await emit(outbox, 20)
+    await emit(outbox, *range(20))
     for _ in range(4):
         await relay.round()
         await relay.pass_time(100)
@@ -182,7 +82,7 @@ async def test_pauses_are_those_that_restart_delay_says(outbox: Outbox) -> None:
 
 async def test_a_probes_message_stays_away_for_the_pause_and_no_other_does(outbox: Outbox) -> None:
     relay = Process(outbox, Sink(nothing))
-    await emit(outbox, 3)
+    await emit(outbox, *range(3))
     await relay.round()
     await relay.pass_time(2)
     await relay.round()
@@ -192,7 +92,7 @@ async def test_a_probes_message_stays_away_for_the_pause_and_no_other_does(outbo
 
 async def test_a_message_that_is_due_a_moment_after_its_probe_is_not_left_until_the_next_poll(outbox: Outbox) -> None:
     relay = Process(outbox, Sink(nothing))
-    await emit(outbox, 1)
+    await emit(outbox, *range(1))
     for _ in range(2):
         await relay.round()
         await relay.pass_time(10)
@@ -204,7 +104,7 @@ async def test_a_message_that_is_due_a_moment_after_its_probe_is_not_left_until_
 
 async def test_an_answer_closes_it_and_traffic_grows_back(outbox: Outbox) -> None:
     relay = Process(outbox, Sink(nothing))
-    await emit(outbox, 40)
+    await emit(outbox, *range(40))
     await relay.round()
     await relay.pass_time(2)
     relay.sink.answer = yes
@@ -216,7 +116,7 @@ async def test_an_answer_closes_it_and_traffic_grows_back(outbox: Outbox) -> Non
 
 async def test_a_refusal_is_an_answer(outbox: Outbox) -> None:
     relay = Process(outbox, Sink(nothing))
-    await emit(outbox, 1)
+    await emit(outbox, *range(1))
     await relay.round()
     await relay.pass_time(2)
     relay.sink.answer = no
@@ -228,9 +128,9 @@ async def test_a_refusal_is_an_answer(outbox: Outbox) -> None:
 
 async def test_another_relay_sees_it_before_its_next_batch_goes_out(make_outbox: MakeOutbox) -> None:
     first, second = Process(make_outbox(), Sink(yes)), Process(make_outbox(), Sink(yes))
-    await emit(first.outbox, 1)
+    await emit(first.outbox, *range(1))
     assert await second.round() == 1
-    await emit(first.outbox, 20)
+    await emit(first.outbox, *range(20))
     first.sink.answer = nothing
     await first.round()
     second.now += LOOK_EVERY
@@ -241,7 +141,7 @@ async def test_another_relay_sees_it_before_its_next_batch_goes_out(make_outbox:
 
 async def test_of_many_relays_one_probes(make_outbox: MakeOutbox) -> None:
     relays = [Process(make_outbox(), Sink(nothing)) for _ in range(5)]
-    await emit(relays[0].outbox, 20)
+    await emit(relays[0].outbox, *range(20))
     await relays[0].round()
     for relay in relays[1:]:
         await relay.round()
@@ -259,7 +159,7 @@ def asked(statements: Sequence[str]) -> int:
 
 async def test_while_it_is_closed_a_round_takes_no_statement_more(outbox: Outbox) -> None:
     relay = Process(outbox, Sink(yes))
-    await emit(outbox, 10 * BATCH)
+    await emit(outbox, *range(10 * BATCH))
     with Statements() as first:
         await relay.round()
     assert asked(first) == 1  # it may have been open before
@@ -270,7 +170,7 @@ async def test_while_it_is_closed_a_round_takes_no_statement_more(outbox: Outbox
 
 async def test_a_busy_relay_asks_once_a_second_whatever_the_number_of_rounds(outbox: Outbox) -> None:
     relay = Process(outbox, Sink(yes))
-    await emit(outbox, 20 * BATCH)
+    await emit(outbox, *range(20 * BATCH))
     with Statements() as statements:
         for _ in range(20):
             assert await relay.round() == BATCH
@@ -286,7 +186,7 @@ async def test_a_relay_with_nothing_to_send_never_asks_how_its_destination_is(ou
             relay.now += 10
             assert await relay.round() == 0
         assert asked(statements) == 0
-        await emit(outbox, 1)
+        await emit(outbox, *range(1))
         assert await relay.round() == 1
         assert asked(statements) == 1
 
@@ -297,7 +197,7 @@ async def test_a_probe_that_is_cut_off_leaves_the_next_one_to_others_at_once(mak
         raise AssertionError
 
     relay, other = Process(make_outbox(), Sink(nothing)), Process(make_outbox(), Sink(yes))
-    await emit(relay.outbox, 2)
+    await emit(relay.outbox, *range(2))
     await relay.round()
     await relay.pass_time(2)
     relay.sink.answer = hang
@@ -315,7 +215,7 @@ async def test_a_probe_that_is_cut_off_leaves_the_next_one_to_others_at_once(mak
 
 async def test_a_client_that_breaks_in_a_probe_leaves_the_next_one_to_others(outbox: Outbox) -> None:
     relay = Process(outbox, Sink(nothing))
-    await emit(outbox, 2)
+    await emit(outbox, *range(2))
     await relay.round()
     await relay.pass_time(2)
     relay.sink.answer = broken
@@ -333,7 +233,7 @@ async def test_silence_does_not_open_it_while_others_get_answers(outbox: Outbox)
         return Published()
 
     relay = Process(outbox, Sink(silent))
-    await emit(outbox, 2 * BATCH)
+    await emit(outbox, *range(2 * BATCH))
     late = asyncio.create_task(relay.round())
     await eventually(lambda: len(relay.sink.calls) == 1)
     relay.sink.answer = yes
@@ -347,7 +247,7 @@ async def test_silence_does_not_open_it_while_others_get_answers(outbox: Outbox)
 
 async def test_a_round_that_asked_nothing_does_not_open_it(outbox: Outbox) -> None:
     relay = Process(outbox, Sink(lambda messages: Published(asked=False)))
-    await emit(outbox, 20)
+    await emit(outbox, *range(20))
     assert await relay.round() == 0
     assert await state(outbox) is None
     assert await untouched(outbox)
@@ -357,7 +257,7 @@ async def test_a_round_that_asked_nothing_does_not_open_it(outbox: Outbox) -> No
 
 async def test_a_probe_that_asked_nothing_leaves_the_next_one_to_others(outbox: Outbox) -> None:
     relay = Process(outbox, Sink(nothing))
-    await emit(outbox, 20)
+    await emit(outbox, *range(20))
     await relay.round()
     await relay.pass_time(2)
     relay.sink.answer = lambda messages: Published(asked=False)
@@ -374,7 +274,7 @@ async def test_a_late_answer_to_an_earlier_round_closes_it(outbox: Outbox) -> No
         return yes(messages)
 
     relay = Process(outbox, Sink(slow))
-    await emit(outbox, 2 * BATCH)
+    await emit(outbox, *range(2 * BATCH))
     late = asyncio.create_task(relay.round())
     await eventually(lambda: len(relay.sink.calls) == 1)
     relay.sink.answer = nothing
@@ -387,7 +287,7 @@ async def test_a_late_answer_to_an_earlier_round_closes_it(outbox: Outbox) -> No
 
 async def test_what_expires_while_its_destination_is_away_is_dead(outbox: Outbox) -> None:
     relay = Process(outbox, Sink(nothing))
-    await emit(outbox, 3, expiration=10)
+    await emit(outbox, *range(3), expiration=10)
     await relay.round()
     cleanup = Cleanup(outbox.store, clean_up_after="NEVER", inbox_retention="NEVER", observe=relay.recorder)
     assert await cleanup.round() == 0
@@ -400,14 +300,14 @@ async def test_one_silent_message_alone_lets_others_pass_at_once_and_a_second_on
     make_outbox: MakeOutbox,
 ) -> None:
     first, second = Process(make_outbox(), Sink(nothing)), Process(make_outbox(), Sink(nothing))
-    await emit(first.outbox, 1)
+    await emit(first.outbox, *range(1))
     for relay in (first, second, first):  # whoever tries it, and again
         await relay.round()
         await relay.round()
         await advance(first.outbox, 10)
     assert first.sink.sizes + second.sink.sizes == [1, 1, 1]
     await first.round()
-    await emit(first.outbox, 2)
+    await emit(first.outbox, *range(2))
     second.now += LOOK_EVERY
     assert [await second.round() for _ in range(3)] == [0, 0, 0]
     assert len(second.sink.calls) == 2, "the one that it had tried, and one of the others"
@@ -419,9 +319,9 @@ async def test_one_silent_message_alone_lets_others_pass_at_once_and_a_second_on
 
 async def test_while_one_message_alone_is_silent_another_one_closes_it_at_once(make_outbox: MakeOutbox) -> None:
     first, second = Process(make_outbox(), Sink(nothing)), Process(make_outbox(), Sink(yes))
-    await emit(first.outbox, 1)
+    await emit(first.outbox, *range(1))
     await first.round()
-    await emit(first.outbox, 1)
+    await emit(first.outbox, *range(1))
     second.now += LOOK_EVERY
     assert [await second.round(), await second.round()] == [0, 1]
     assert await state(first.outbox) is CircuitState.CLOSED
@@ -438,7 +338,7 @@ async def test_beside_a_probe_without_an_answer_one_other_message_is_asked_about
 
     relays = [Process(make_outbox(), Sink(nothing)) for _ in range(4)]
     outbox = relays[0].outbox
-    await emit(outbox, 20)
+    await emit(outbox, *range(20))
     for relay in relays:
         await relay.round()
     for relay in relays:
@@ -465,7 +365,7 @@ async def test_relays_live_through_an_outage_and_lose_nothing(
     options = {"transport": sink, "relay_retry_delays": (), "batch_size": BATCH, "observers": [recorder]}
     first, second = make_outbox(**options), make_outbox(**options)
     async with first.running(relay=True), second.running(relay=True):
-        await emit(first, 100)
+        await emit(first, *range(100))
         await recorder.wait_for(CircuitOpened, 6)
         assert 1 in sink.sizes
         before = len(sink.calls)
@@ -494,7 +394,7 @@ async def test_one_message_that_silences_its_destination_does_not_stop_the_other
 
     outbox = make_outbox(transport=Sink(unless_poisoned), batch_size=BATCH)
     async with outbox.running(relay=True):
-        await emit(outbox, 20)
+        await emit(outbox, *range(20))
         await eventually(lambda: len(sent) == 19)
     assert [stored.message.body for stored in await outbox.messages()] == [b"0"]
     assert await untouched(outbox)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 from sqlalchemy import func, select
 
 from outbox import Message, Outbox, Reject, listen
 from outbox.testing import clear, drain
-
-MakeOutbox = Callable[..., Outbox]
+from tests.support.outboxes import MakeOutbox
 
 
 @listen("order.*", queue="orders")

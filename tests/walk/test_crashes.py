@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -21,10 +21,10 @@ from outbox import Binding, Listener, Message, Outbox, listen
 from outbox.core.store import Selection, Wanted
 from outbox.inbound import concurrency
 from tests.support.observing import PATIENCE, eventually, let_leases_run_out
+from tests.support.outboxes import MakeOutbox, emit
 from tests.support.proxy import Link, Proxy
 
 ROOT = Path(__file__).parents[2]
-MakeOutbox = Callable[..., Outbox]
 
 LEASE = 1.0
 HOUR = timedelta(hours=1)
@@ -57,15 +57,15 @@ async def process(program: str, options: dict[str, Any]) -> AsyncIterator[asynci
         await started.wait()
 
 
-async def emit(outbox: Outbox, *bodies: object) -> None:
-    async with outbox.transaction() as session:
-        await outbox.emit_many(session, "order.created", list(bodies))
-
-
 async def test_what_a_killed_relay_had_in_flight_goes_out_together_and_delays_no_fresh_message(
     database_url: str, table_name: str
 ) -> None:
-    options = {"db_engine_url": database_url, "table_name": table_name, "poll_interval": 0.2, "lease": LEASE}
+    options: dict[str, Any] = {
+        "db_engine_url": database_url,
+        "table_name": table_name,
+        "poll_interval": 0.2,
+        "lease": LEASE,
+    }
     arrived: dict[Any, float] = {}
 
     async def publish(message: Message) -> None:
@@ -179,7 +179,7 @@ asyncio.run(Outbox(**json.loads(sys.argv[1])).worker([innocent, poison]))
 
 @pytest.mark.parametrize("database_url", ["postgresql+asyncpg"], indirect=True)
 async def test_a_message_does_not_die_of_the_crashes_of_other_messages(database_url: str, table_name: str) -> None:
-    options = {"db_engine_url": database_url, "table_name": table_name, "poll_interval": 0.2}
+    options: dict[str, Any] = {"db_engine_url": database_url, "table_name": table_name, "poll_interval": 0.2}
     outbox = Outbox(**options)
     await outbox.store.queues.bind([Binding(name, name) for name in ("innocent", "poison")])
     async with outbox.transaction() as session:
@@ -201,7 +201,11 @@ async def test_a_message_does_not_die_of_the_crashes_of_other_messages(database_
 async def test_a_message_does_not_die_of_the_crashes_of_other_messages_over_rabbitmq(
     rabbitmq_url: str, table_name: str
 ) -> None:
-    options = {"rabbitmq_url": rabbitmq_url, "exchange_name": table_name, "queue_prefix": f"{table_name}."}
+    options: dict[str, Any] = {
+        "rabbitmq_url": rabbitmq_url,
+        "exchange_name": table_name,
+        "queue_prefix": f"{table_name}.",
+    }
     outbox = Outbox(**options)
     await outbox.transport.open()
     await outbox.transport.declare([Listener(name, print, queue=name) for name in ("innocent", "poison")])

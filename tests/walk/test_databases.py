@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,10 @@ from outbox.core.events import CleanedUp, Handled
 from outbox.core.store import Selection
 from outbox.sqlite import prepare
 from outbox.testing.sql import sql_store
-from tests.walk.test_worker import PATIENCE, Watch
-
-MakeOutbox = Callable[..., Outbox]
-
-POSTGRESQL = pytest.mark.parametrize("database_url", ["postgresql+asyncpg", "postgresql+psycopg"], indirect=True)
-SQLITE = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+from tests.support.databases import on_postgresql, on_sqlite
+from tests.support.observing import PATIENCE
+from tests.support.outboxes import MakeOutbox
+from tests.walk.strategies import Watch
 
 
 @pytest.fixture
@@ -44,7 +42,7 @@ async def emitted(outbox: Outbox) -> list[bytes]:
 # Making tables.
 
 
-@POSTGRESQL
+@on_postgresql
 async def test_a_full_pool_does_not_keep_the_first_emit_from_making_tables(
     database_url: str, make_outbox: MakeOutbox
 ) -> None:
@@ -57,7 +55,7 @@ async def test_a_full_pool_does_not_keep_the_first_emit_from_making_tables(
     await engine.dispose()
 
 
-@POSTGRESQL
+@on_postgresql
 async def test_the_first_emit_of_a_transaction_that_rolls_back_leaves_it_usable_and_no_message(
     engine: AsyncEngine, make_outbox: MakeOutbox
 ) -> None:
@@ -71,7 +69,7 @@ async def test_the_first_emit_of_a_transaction_that_rolls_back_leaves_it_usable_
     assert await emitted(outbox) == [b"2"]
 
 
-@POSTGRESQL
+@on_postgresql
 async def test_a_role_that_may_not_create_is_fine_when_the_tables_exist(
     database_url: str, engine: AsyncEngine, make_outbox: MakeOutbox, table_name: str
 ) -> None:
@@ -95,7 +93,7 @@ async def test_a_role_that_may_not_create_is_fine_when_the_tables_exist(
         await connection.execute(text(f"DROP ROLE {role}"))
 
 
-@POSTGRESQL
+@on_postgresql
 async def test_postgresql_tables_are_tuned_for_a_queues_life(
     engine: AsyncEngine, make_outbox: MakeOutbox, table_name: str
 ) -> None:
@@ -108,7 +106,7 @@ async def test_postgresql_tables_are_tuned_for_a_queues_life(
     assert any(option.startswith("autovacuum_vacuum_scale_factor=") for option in options)
 
 
-@POSTGRESQL
+@on_postgresql
 async def test_a_lease_is_written_in_place_without_touching_an_index(
     engine: AsyncEngine, make_outbox: MakeOutbox, table_name: str
 ) -> None:
@@ -148,7 +146,7 @@ async def test_several_outboxes_share_a_database(make_outbox: MakeOutbox, table_
     assert await emitted(second) == [b'"second"', b'"third"']
 
 
-@POSTGRESQL
+@on_postgresql
 async def test_tables_live_in_the_schema_they_are_told_to(
     engine: AsyncEngine, make_outbox: MakeOutbox, table_name: str
 ) -> None:
@@ -252,7 +250,7 @@ def test_a_plain_engine_is_enough_to_emit(tmp_path: Path) -> None:
 def test_tables_that_another_process_makes_at_the_same_moment_are_no_error_of_the_first_emit(tmp_path: Path) -> None:
     engine, elsewhere = (create_engine(f"sqlite:///{tmp_path / 'plain.db'}") for _ in range(2))
     outbox, other = Outbox(db_engine=engine), Outbox(db_engine=elsewhere)
-    created = []
+    created: list[str] = []
 
     @event.listens_for(engine, "before_cursor_execute")
     def create_elsewhere(connection: Any, cursor: Any, statement: str, *_: Any) -> None:
@@ -269,7 +267,7 @@ def test_tables_that_another_process_makes_at_the_same_moment_are_no_error_of_th
     elsewhere.dispose()
 
 
-@POSTGRESQL
+@on_postgresql
 async def test_the_database_being_away_is_survived(
     database_url: str, make_outbox: MakeOutbox, engine: AsyncEngine
 ) -> None:
@@ -315,13 +313,13 @@ async def _left(outbox: Outbox) -> int:
         backlog = await outbox.backlog()
     except DBAPIError:
         return 1
-    return backlog.waiting + sum(queue.delivered + queue.retrying for queue in backlog.queues)
+    return backlog.waiting + sum(queue.open for queue in backlog.queues)
 
 
 # SQLite.
 
 
-@SQLITE
+@on_sqlite
 async def test_a_transaction_that_read_before_somebody_wrote_is_told_what_to_do(
     engine: AsyncEngine, make_outbox: MakeOutbox
 ) -> None:
@@ -337,7 +335,7 @@ async def test_a_transaction_that_read_before_somebody_wrote_is_told_what_to_do(
             await outbox.emit(connection, "a", 2)
 
 
-@SQLITE
+@on_sqlite
 async def test_a_prepared_engine_loses_no_update(engine: AsyncEngine) -> None:
     prepare(engine)
     async with engine.begin() as connection:
@@ -443,9 +441,9 @@ async def test_done_messages_are_cleaned_up_while_nothing_flows(make_outbox: Mak
         began = time.monotonic()
         async with outbox.transaction() as session:
             await outbox.emit(session, "a", 1)
-        assert await watch.until(CleanedUp) == [CleanedUp("sent", 1)]
+        assert await watch.wait_for(CleanedUp) == [CleanedUp("sent", 1)]
         assert time.monotonic() - began > 0.295  # SQLite's clock counts in milliseconds
-    assert len(watch.all(Handled)) == 1
+    assert len(watch.of(Handled)) == 1
     assert await outbox.messages() == []
 
 

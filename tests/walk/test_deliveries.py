@@ -19,7 +19,8 @@ from outbox.core.store import Selection
 from outbox.inbound.inbox import Inbox, Memory
 from outbox.transports.database import DatabaseTransport
 from outbox.transports.database.claims import DatabaseDelivery
-from tests.walk.test_worker import PATIENCE, emit
+from tests.support.observing import PATIENCE
+from tests.support.outboxes import emit
 
 
 @listen("#", queue="q")

@@ -28,11 +28,10 @@ from outbox.stores.sqlite import examination as sqlite_examination
 from outbox.testing.servers import PostgreSQL
 from outbox.transports.memory import MemoryTransport
 from tests.support.commands import Command, until
+from tests.support.databases import on_postgresql
 from tests.support.observing import PATIENCE
+from tests.support.outboxes import MakeOutbox
 
-MakeOutbox = Callable[..., Outbox]
-
-POSTGRESQL = pytest.mark.parametrize("database_url", ["postgresql+asyncpg", "postgresql+psycopg"], indirect=True)
 LONG_AGO = -300.0  # seconds
 
 
@@ -141,8 +140,9 @@ async def test_without_the_table_of_messages_every_missing_table_is_an_error(
     store = outbox.store
     assert isinstance(store, SqlStore)
     missing = [name for name in store.tables.metadata.tables if name.removeprefix(table_name) not in there]
-    for name in missing:
-        await store.runner.transact(lambda connection, name=name: connection.exec_driver_sql(f"DROP TABLE {name}"))
+    async with outbox.engines.asynchronous.begin() as connection:
+        for name in missing:
+            await connection.exec_driver_sql(f"DROP TABLE {name}")
     ran = await command.run("doctor", "--json")
     assert (ran.code, ran.stderr, ran.document["healthy"]) == (ExitCode.UNHEALTHY, "", False)
     errors = [finding["what"] for finding in ran.document["findings"] if finding["level"] == "error"]
@@ -527,7 +527,7 @@ async def test_a_database_in_memory_can_be_examined() -> None:
     await outbox.close()
 
 
-@POSTGRESQL
+@on_postgresql
 async def test_a_silent_database_ends_with_the_code_of_one_that_is_away(
     command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:

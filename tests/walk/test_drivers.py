@@ -34,9 +34,9 @@ from outbox.core.attempt import Done, Reason
 from outbox.core.events import Emitted
 from outbox.core.prepared import prepare
 from outbox.core.store import Selection
-from tests.conftest import MakeOutbox
 from tests.support.databases import url_on
 from tests.support.observing import Recorder, arrival
+from tests.support.outboxes import MakeOutbox
 
 from .drivers import DRIVERS
 from .driving import AsyncPsycopg, Django, Driving, Psycopg, Sqlite
@@ -448,7 +448,7 @@ async def test_what_django_also_calls_a_connection_is_refused(driver: Driving, o
 
     assert type(cache) is type(django.db.connection)
     with pytest.raises(TransactionError, match="no database"):
-        outbox.emit_sync(cache, "a", 1)  # type: ignore[arg-type]
+        outbox.emit_sync(cache, "a", 1)
 
 
 @only("asyncmy")

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,9 +24,9 @@ from outbox.outbound.publishing import Publisher
 from outbox.stores.claiming import SqlClaim
 from outbox.transports.function import FunctionTransport
 from outbox.transports.http import HttpTransport
-from tests.conftest import MakeOutbox
 from tests.support.http_sink import HttpSink, by_type, hang
 from tests.support.observing import Recorder, eventually
+from tests.support.outboxes import MakeOutbox
 
 LEASE = timedelta(minutes=1)
 
@@ -193,7 +194,7 @@ async def test_a_message_at_which_its_destination_hangs_delays_no_other_and_lose
             await eventually(lambda: came(bad))
             for number in range(10):
                 [good] = await emit(outbox, "good")
-                await eventually(lambda good=good: came(good))
+                await eventually(partial(came, good))
                 await recorder.wait_for(Relayed, number + 1)
             assert {type(each.outcome) for each in recorder.of(Relayed)} == {Done}
             await give_up()
@@ -203,7 +204,8 @@ async def test_a_message_at_which_its_destination_hangs_delays_no_other_and_lose
     assert recorder.of(CircuitOpened) + recorder.of(Troubled) == []
 
 
-async def test_a_message_that_hangs_is_dead_when_its_delays_are_used_up(make_outbox: MakeOutbox) -> None:
+def failing(error: type[BaseException]) -> Callable[[Message], Awaitable[None]]:
+    """A function that takes what is good, and fails at the rest once something good was answered after it came."""
     answered = 0
 
     async def publish(message: Message) -> None:
@@ -213,18 +215,28 @@ async def test_a_message_that_hangs_is_dead_when_its_delays_are_used_up(make_out
             return
         before = answered
         await eventually(lambda: answered > before)
-        raise TimeoutError
+        raise error
 
-    recorder = Recorder()
-    outbox = make_outbox(transport=publish, observers=[recorder], relay_retry_delays=(0.01, 0.01))
+    return publish
+
+
+async def death_of(outbox: Outbox, recorder: Recorder, routing_key: str) -> Dead:
+    """How a message died while others were answered."""
 
     async def dead() -> list[Dead]:
         await emit(outbox, "good")
         return [each.outcome for each in recorder.of(Relayed) if isinstance(each.outcome, Dead)]
 
     async with outbox.running(relay=True):
-        await emit(outbox, "hangs")
+        await emit(outbox, routing_key)
         [outcome] = await eventually(dead)
+    return outcome
+
+
+async def test_a_message_that_hangs_is_dead_when_its_delays_are_used_up(make_outbox: MakeOutbox) -> None:
+    recorder = Recorder()
+    outbox = make_outbox(transport=failing(TimeoutError), observers=[recorder], relay_retry_delays=(0.01, 0.01))
+    outcome = await death_of(outbox, recorder, "hangs")
     assert outcome.reason is Reason.EXHAUSTED
     [letter] = await outbox.dead_letters.list()
     assert (letter.attempt_count, letter.error) == (3, "no answer within 20 s, while others were answered")
@@ -249,27 +261,10 @@ async def test_a_function_that_answers_nothing_burns_no_attempt(make_outbox: Mak
 async def test_a_function_that_is_cancelled_for_one_message_counts_an_attempt_if_others_are_answered(
     make_outbox: MakeOutbox,
 ) -> None:
-    answered = 0
-
-    async def publish(message: Message) -> None:
-        nonlocal answered
-        if message.routing_key == "good":
-            answered += 1
-            return
-        before = answered
-        await eventually(lambda: answered > before)
-        raise asyncio.CancelledError
-
     recorder = Recorder()
-    outbox = make_outbox(transport=publish, observers=[recorder], relay_retry_delays=())
-
-    async def dead() -> list[Dead]:
-        await emit(outbox, "good")
-        return [each.outcome for each in recorder.of(Relayed) if isinstance(each.outcome, Dead)]
-
-    async with outbox.running(relay=True):
-        await emit(outbox, "bad")
-        [outcome] = await eventually(dead)
+    failed = failing(asyncio.CancelledError)
+    outbox = make_outbox(transport=failed, observers=[recorder], relay_retry_delays=())
+    outcome = await death_of(outbox, recorder, "bad")
     assert outcome.error == "the function was cancelled, while others were answered"
 
 
@@ -279,7 +274,7 @@ async def test_others_are_sent_in_time_while_a_destination_hangs_at_one_message(
     make_outbox: MakeOutbox, destination: Any
 ) -> None:
     """The aim is a median of at most 0.2 s, and over 2 s for at most 1 in 100: here three times as much is allowed."""
-    async with destination() as (transport, came, _):
+    async with destination() as (transport, came, give_up):
         outbox = make_outbox(transport=transport, relay_retry_delays=(60,))
         waiting: dict[str, float] = {}  # when each was committed
         took: list[float] = []
@@ -298,6 +293,7 @@ async def test_others_are_sent_in_time_while_a_destination_hangs_at_one_message(
                 await asyncio.sleep(0.02)
                 all_came()
             await eventually(all_came)
+            await give_up()  # or the relay would end no sooner than the message that hangs
     assert statistics.median(took) <= 0.6, sorted(took)
     assert sum(each > 6 for each in took) <= 6, sorted(took)
 
@@ -341,7 +337,7 @@ async def test_three_messages_that_hang_one_after_the_other_leave_a_round_for_th
     async with outbox.running(relay=True):
         for _ in range(3):
             [bad] = await emit(outbox, "hangs")
-            await eventually(lambda bad=bad: bad in came)
+            await eventually(partial(came.__contains__, bad))
         [good] = await emit(outbox, "good")
         await eventually(lambda: good in came)
 
@@ -349,8 +345,7 @@ async def test_three_messages_that_hang_one_after_the_other_leave_a_round_for_th
 # Circuits.
 
 
-@pytest.mark.parametrize("database_url", ["sqlite", "postgresql+asyncpg"], indirect=True)
-@pytest.mark.parametrize("relays", [1, 2])
+@pytest.mark.parametrize("database_url, relays", [("sqlite", 1), ("postgresql+asyncpg", 2)], indirect=["database_url"])
 async def test_while_traffic_is_sparse_a_message_that_hangs_delays_no_other_either_and_is_dead_in_the_end(
     make_outbox: MakeOutbox, monkeypatch: pytest.MonkeyPatch, relays: int
 ) -> None:
@@ -372,7 +367,7 @@ async def test_while_traffic_is_sparse_a_message_that_hangs_delays_no_other_eith
             await asyncio.sleep(1.7)
             [good] = await emit(outboxes[0], "good")
             began = time.monotonic()
-            await eventually(lambda good=good: good in sink.ids)
+            await eventually(partial(lambda id: id in sink.ids, good))
             took.append(time.monotonic() - began)
             assert len(took) < 40, "it is never dead"
         [letter] = await outboxes[0].dead_letters.list()

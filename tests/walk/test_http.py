@@ -16,9 +16,9 @@ from outbox.core.cloudevents import parse
 from outbox.core.events import CircuitOpened, Relayed
 from outbox.core.webhooks import Secrets, verify
 from outbox.transports.http import HttpTransport
-from tests.conftest import MakeOutbox
 from tests.support.http_sink import HttpSink, by_type, hang, redirect, reset, status
 from tests.support.observing import Recorder, eventually
+from tests.support.outboxes import MakeOutbox
 
 SECRET = "whsec_" + "A" * 32
 

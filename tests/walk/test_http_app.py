@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -22,7 +22,9 @@ from outbox.core.events import Advised, Received, RequestDeclined, Troubled
 from outbox.inbound.http.app import HttpApp
 from outbox.testing.draining import drain
 from outbox.transports.memory import MemoryTransport
+from tests.support.databases import on_sqlite
 from tests.support.observing import Recorder, arrival, eventually
+from tests.support.outboxes import MakeOutbox
 from tests.support.sending import (
     BATCHED,
     STRUCTURED,
@@ -41,14 +43,11 @@ from tests.support.sending import (
 
 from .certificates import make_certificates
 
-MakeOutbox = Callable[..., Outbox]
 Arrivals = asyncio.Queue[tuple[Any, Message]]
 
 SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
 OTHER_SECRET = "whsec_C2FVsBQIhrscChlQIMV+b5sSYspob7oD"
 SHORT = 0.5  # seconds for requests that are to take too long
-
-one_database = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 
 
 @pytest.fixture
@@ -264,7 +263,7 @@ MALFORMED = {
 }
 
 
-@one_database
+@on_sqlite
 @pytest.mark.parametrize("name", MALFORMED)
 async def test_what_is_malformed_is_declined_with_400(
     name: str, sender: Sender, outbox: Outbox, arrivals: Arrivals
@@ -286,7 +285,7 @@ FOREIGN = {
 }
 
 
-@one_database
+@on_sqlite
 @pytest.mark.parametrize("name", FOREIGN)
 async def test_what_cannot_be_read_here_is_declined_with_415(
     name: str, sender: Sender, outbox: Outbox, arrivals: Arrivals
@@ -295,7 +294,7 @@ async def test_what_cannot_be_read_here_is_declined_with_415(
     await nothing_is_stored(outbox, arrivals)
 
 
-@one_database
+@on_sqlite
 @pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "OPTIONS", "HEAD"])
 async def test_nothing_but_post_is_allowed(method: str, sender: Sender, outbox: Outbox, arrivals: Arrivals) -> None:
     async with sender.connection() as (reader, writer):
@@ -305,7 +304,7 @@ async def test_nothing_but_post_is_allowed(method: str, sender: Sender, outbox: 
     assert "allow: post" in headers
 
 
-@one_database
+@on_sqlite
 @pytest.mark.parametrize("secrets", [None, SECRET])
 async def test_a_sender_that_asks_whether_it_may_send_is_told_yes(
     outbox: Outbox, listener: Listener, recorder: Recorder, secrets: str | None
@@ -319,7 +318,7 @@ async def test_a_sender_that_asks_whether_it_may_send_is_told_yes(
             assert answered.headers["webhook-allowed-origin"] == "events.example.com"
             assert answered.headers["webhook-allowed-rate"] == "*"
             assert answered.headers["allow"] == "POST"
-        sent = await sender.post(structured()[0] | asking, structured()[1])
+        sent = await sender.post({**structured()[0], **asking}, structured()[1])
         assert sent.status == (202 if secrets is None else 401)
         for origin in ("two words", "a\tb", "*", "x" * 256, "ö"):
             answered = await sender.post({"WebHook-Request-Origin": origin}, b"", method="OPTIONS")
@@ -344,7 +343,7 @@ def tampered() -> dict[str, tuple[Any, bytes]]:
     }
 
 
-@one_database
+@on_sqlite
 @pytest.mark.parametrize("name", list(tampered()))
 async def test_what_is_not_signed_as_it_should_be_is_declined_with_401(
     name: str, outbox: Outbox, listener: Listener, arrivals: Arrivals, recorder: Recorder
@@ -453,7 +452,7 @@ async def test_a_request_that_does_not_say_how_large_it_is_is_counted_while_it_i
     assert arrivals.empty()
 
 
-@one_database
+@on_sqlite
 async def test_more_events_than_are_read_at_once_are_declined_with_413(
     outbox: Outbox, listener: Listener, arrivals: Arrivals
 ) -> None:
@@ -510,7 +509,7 @@ async def test_an_event_that_is_longer_than_it_says_is_cut_and_declined(
     await nothing_is_stored(outbox, arrivals)
 
 
-@one_database
+@on_sqlite
 async def test_a_length_that_is_none_reaches_nobody(sender: Sender, outbox: Outbox, arrivals: Arrivals) -> None:
     headers, body = structured()
     for length in ("-1", "+5", "1e3", "0x10", ""):
@@ -600,12 +599,13 @@ async def test_while_the_database_is_silent_senders_are_told_to_come_again_and_t
 ) -> None:
     app = outbox.http_app([listener], secrets=None, timeout=SHORT)
 
-    async def answered(status: int, order: int = 1) -> Answered | None:
-        """What comes sooner or later: so short a time may be over for other reasons, too."""
-        found = await sender.post(*structured(order, id=str(order)))
-        return found if found.status == status else None
-
     async with serving(app) as sender:
+
+        async def answered(status: int, order: int = 1) -> Answered | None:
+            """What comes sooner or later: so short a time may be over for other reasons, too."""
+            found = await sender.post(*structured(order, id=str(order)))
+            return found if found.status == status else None
+
         async with held(make_outbox()):
             silent = await eventually(lambda: answered(503))
             assert silent.headers["retry-after"] == "5"
@@ -755,7 +755,7 @@ async def startup(app: HttpApp) -> dict[str, Any]:
     return dict(said.get_nowait())
 
 
-@one_database
+@on_sqlite
 async def test_a_server_hears_that_the_application_cannot_start_and_why(
     make_outbox: MakeOutbox, listener: Listener
 ) -> None:
@@ -769,7 +769,7 @@ async def test_a_server_hears_that_the_application_cannot_start_and_why(
     )
 
 
-@one_database
+@on_sqlite
 async def test_a_websocket_is_closed(outbox: Outbox, listener: Listener) -> None:
     said: list[Any] = []
 
@@ -786,14 +786,14 @@ async def test_a_websocket_is_closed(outbox: Outbox, listener: Listener) -> None
 # What cannot work is said at once.
 
 
-@one_database
+@on_sqlite
 async def test_secrets_are_required_unless_somebody_wants_none(outbox: Outbox, listener: Listener) -> None:
     with pytest.raises(ConfigurationError, match="secrets=None"):
         outbox.http_app([listener])
     outbox.http_app([listener], secrets=None)
 
 
-@one_database
+@on_sqlite
 async def test_a_request_is_known_for_as_long_as_its_signature_is_valid(
     make_outbox: MakeOutbox, listener: Listener
 ) -> None:
@@ -805,7 +805,7 @@ async def test_a_request_is_known_for_as_long_as_its_signature_is_valid(
         make_outbox(inbox_retention=retention).http_app([listener], secrets=SECRET)
 
 
-@one_database
+@on_sqlite
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -830,7 +830,7 @@ async def test_options_that_cannot_work_are_refused(
     assert "password" not in str(refused.value)
 
 
-@one_database
+@on_sqlite
 async def test_listeners_that_one_worker_cannot_serve_are_refused(outbox: Outbox, listener: Listener) -> None:
     with pytest.raises(ConfigurationError, match="share the queue"):
         outbox.http_app([listener, listener], secrets=None)
@@ -844,4 +844,5 @@ async def test_a_database_is_needed(listener: Listener) -> None:
 
 
 def test_the_package_has_it_too() -> None:
-    assert library.http_app.__self__ is library.outbox
+    method: Any = library.http_app
+    assert method.__self__ is library.outbox

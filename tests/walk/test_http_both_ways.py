@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -15,12 +15,13 @@ from outbox import Listener, Message, Outbox, Reason
 from outbox.core.attempt import Dead, Done
 from outbox.core.events import Received, Relayed
 from outbox.transports.http import HttpTransport
+from tests.support.databases import on_both_stores
 from tests.support.observing import Recorder, arrival, eventually
+from tests.support.outboxes import MakeOutbox
 from tests.support.sending import Sender, serving
 
-pytestmark = pytest.mark.parametrize("database_url", ["sqlite", "postgresql+asyncpg"], indirect=True)
+pytestmark = on_both_stores
 
-MakeOutbox = Callable[..., Outbox]
 Arrivals = asyncio.Queue[tuple[Any, Message]]
 
 SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import pytest
 from django.core.handlers.asgi import ASGIHandler
 from django.http import HttpRequest, HttpResponse
 from django.test.utils import override_settings
@@ -21,12 +20,13 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Mount, Route
 
 from outbox import Listener, Message, Outbox
+from tests.support.databases import on_sqlite
 from tests.support.observing import arrival
 from tests.support.sending import head, serving, structured, webhook
 
 from . import driving  # noqa: F401 - sets Django up
 
-pytestmark = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+pytestmark = on_sqlite
 
 Arrivals = asyncio.Queue[tuple[Any, Message]]
 
@@ -126,7 +126,7 @@ async def view(request: HttpRequest) -> HttpResponse:
 urlpatterns = [path("", view)]
 
 
-@override_settings(ROOT_URLCONF=__name__, ALLOWED_HOSTS=["localhost"])
+@override_settings(ROOT_URLCONF=__name__, ALLOWED_HOSTS=["localhost"])  # type: ignore[untyped-decorator]
 async def test_it_stands_beside_django(outbox: Outbox, listener: Listener, arrivals: Arrivals) -> None:
     django = ASGIHandler()
     hooks = outbox.http_app([listener], secrets=None)

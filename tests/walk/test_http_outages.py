@@ -15,9 +15,9 @@ from outbox.core.events import CircuitClosed, CircuitOpened
 from outbox.core.store import CircuitState
 from outbox.outbound import circuit
 from outbox.transports.http import HttpTransport
-from tests.conftest import MakeOutbox
 from tests.support.http_sink import HttpSink, by_type, hang, reset, status
 from tests.support.observing import Recorder, eventually
+from tests.support.outboxes import MakeOutbox
 
 
 @pytest.fixture

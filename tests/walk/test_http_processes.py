@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from outbox import Outbox
+from tests.support.databases import on_both_stores
 from tests.support.observing import eventually
 from tests.support.sending import Sender, structured
 
 from .shops import SOON, Shop, effects, emptied
 
-pytestmark = pytest.mark.parametrize("database_url", ["sqlite", "postgresql+asyncpg"], indirect=True)
+pytestmark = on_both_stores
 
 FEW = 40
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -14,10 +14,10 @@ from outbox import Listener, Message, Outbox
 from outbox.core.cloudevents import binary as write
 from outbox.core.events import Received
 from tests.support.observing import Recorder, arrival
+from tests.support.outboxes import MakeOutbox
 from tests.support.sending import BATCHED, STRUCTURED, attributes, batched, binary, serving, signed, structured, webhook
 from tests.support.sending import Message as Sent
 
-MakeOutbox = Callable[..., Outbox]
 Arrivals = asyncio.Queue[tuple[Any, Message]]
 
 SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
@@ -178,9 +178,9 @@ async def test_a_sender_that_signs_an_id_as_it_is_may_have_dots_in_it(
     signature = Webhook(SECRET).sign("a.b:c", now, body.decode())
     by_others = {"webhook-id": "a.b:c", "webhook-timestamp": str(int(now.timestamp())), "webhook-signature": signature}
     async with serving(outbox.http_app(listeners, secrets=SECRET)) as sender:
-        assert (await sender.post(headers | by_others, body)).is_taken
+        assert (await sender.post({**headers, **by_others}, body)).is_taken
         assert (await arrival(arrivals))[1].tracking_ids[0] == "a.b:c"
-        another = await sender.post(headers | {"ce-id": "a.b"} | by_others, body)
+        another = await sender.post({**headers, "ce-id": "a.b", **by_others}, body)
         assert (another.status, "ce-id" in another.line) == (401, True)
     assert arrivals.empty()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
@@ -17,12 +17,11 @@ from outbox.inbound.http import bodies
 from outbox.inbound.http.app import HttpApp
 from outbox.inbound.http.bodies import Bodies
 from outbox.inbound.http.response import Declined
+from tests.support.databases import on_sqlite
 from tests.support.observing import Recorder, eventually
+from tests.support.outboxes import MakeOutbox
 from tests.support.sending import STRUCTURED, Answered, Sender, answer, head, serving, signed, structured
 
-one_database = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
-
-MakeOutbox = Callable[..., Outbox]
 Arrivals = asyncio.Queue[tuple[Any, Message]]
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -57,7 +56,7 @@ async def answered_at_once(sender: Sender, id: str) -> Answered:
     return answered
 
 
-@one_database
+@on_sqlite
 async def test_what_says_nothing_of_a_signature_is_declined_before_its_body_is_read(
     outbox: Outbox, listener: Listener
 ) -> None:
@@ -70,7 +69,7 @@ async def test_what_says_nothing_of_a_signature_is_declined_before_its_body_is_r
         assert under_way(app) == 0
 
 
-@one_database
+@on_sqlite
 async def test_idle_connections_keep_nobody_out_who_can_sign(outbox: Outbox, listener: Listener) -> None:
     app = outbox.http_app([listener], secrets=SECRET)
     async with serving(app) as sender, idle(sender, 250, claiming_to_be_signed()) as connections:
@@ -85,7 +84,7 @@ async def test_idle_connections_keep_nobody_out_who_can_sign(outbox: Outbox, lis
         )
 
 
-@one_database
+@on_sqlite
 async def test_of_many_that_are_slow_those_are_displaced_that_pause_longest(outbox: Outbox, listener: Listener) -> None:
     app = outbox.http_app([listener], secrets=SECRET, most_at_once=2)
     headers, body = signed(structured(1), SECRET)
@@ -106,7 +105,7 @@ def bodies_read(app: HttpApp, size: int) -> bool:
     return any(reading.size >= size for reading in app._intake._here().bodies._readings)
 
 
-@one_database
+@on_sqlite
 async def test_a_body_has_a_least_rate(outbox: Outbox, listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bodies, "FIRST", SHORT)
     app = outbox.http_app([listener], secrets=SECRET)  # 15 s for a request
@@ -140,7 +139,7 @@ async def test_a_body_that_keeps_the_rate_has_as_long_as_it_needs_up_to_the_time
         await Bodies(largest=10**9, most_at_once=1, within=1).read({}, receive)
 
 
-@one_database
+@on_sqlite
 async def test_every_request_is_told_why_it_was_declined(make_outbox: MakeOutbox, listener: Listener) -> None:
     recorder = Recorder()
     app = make_outbox(observers=[recorder]).http_app([listener], secrets=SECRET, most_at_once=1)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp.abc import AbstractResolver
 
 from outbox import Message
 from outbox.core.transport import Defaults, Published
@@ -39,7 +40,7 @@ from tests.support.http_sink import (
 
 from .certificates import make_certificates
 
-SHORT = 3  # seconds for answers that must not come
+SHORT = 1.5  # seconds for answers that must not come
 LONG = 20  # seconds for answers that must
 
 
@@ -182,7 +183,7 @@ async def test_silence_about_one_while_others_are_answered_counts_against_it(sin
 async def test_silence_about_a_message_again_after_others_were_answered_counts_against_it(sink: HttpSink) -> None:
     sink.behave(by_type({"poison": hang()}))
     poison, another = message("poison"), message("poison")
-    async with opened(HttpTransport(sink.url, timeout=1)) as transport:
+    async with opened(HttpTransport(sink.url, timeout=0.6)) as transport:
         assert [(await transport.publish([each])).refused for each in (poison, poison, another)] == [{}] * 3
         assert (await transport.publish([message()])).confirmed
         assert (await transport.publish([poison, another])).refused == {}, "with others it may be an outage"
@@ -263,7 +264,7 @@ async def test_nobody_there_leaves_everything_in_doubt(sink: HttpSink) -> None:
 
 
 async def test_a_host_that_does_not_exist_leaves_everything_in_doubt() -> None:
-    class Nowhere(http.AbstractResolver):
+    class Nowhere(AbstractResolver):
         async def resolve(self, host: str, port: int = 0, family: Any = 0) -> Any:
             raise OSError(f"{host} is unknown")
 
@@ -280,7 +281,7 @@ async def test_a_host_that_does_not_exist_leaves_everything_in_doubt() -> None:
 async def test_what_cannot_be_answered_in_the_relays_time_is_not_begun(
     sink: HttpSink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http, "BATCH_WITHIN", timedelta(seconds=SHORT + 2))
+    monkeypatch.setattr(http, "BATCH_WITHIN", timedelta(seconds=1.6 * SHORT))
     sink.behave(hang())
     found = await published(sink, *(message() for _ in range(10)), within=SHORT, concurrency=2)
     assert (found.confirmed, found.refused) == (frozenset(), {})
@@ -560,7 +561,8 @@ async def test_a_message_that_cannot_be_written_takes_no_other_with_it(
 
 
 async def test_a_message_that_cannot_be_written_is_no_answer_of_its_destination(sink: HttpSink) -> None:
-    broken, told = message(content_type="text/kr\u00e4ftig"), []
+    broken = message(content_type="text/kr\u00e4ftig")
+    told: list[Published] = []
     async with opened(HttpTransport(sink.url, mode="binary")) as transport:
         found = await transport.publish([broken], told.append)
     assert [(each.answered, [*each.refused]) for each in told] == [(False, [broken.id])]

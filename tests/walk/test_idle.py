@@ -11,9 +11,10 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from outbox.stores import runner
 from outbox.stores.runner import spare
-from tests.conftest import MakeOutbox
+from tests.support.databases import on_asyncpg
+from tests.support.outboxes import MakeOutbox
 
-pytestmark = pytest.mark.parametrize("database_url", ["postgresql+asyncpg"], indirect=True)
+pytestmark = on_asyncpg
 
 
 @pytest.fixture(params=["asyncpg", "psycopg"])

@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from sqlalchemy import Column, Integer, MetaData, Table, event, func, insert, make_url, select, text
+from sqlalchemy import Table, event, func, insert, make_url, select, text
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
@@ -17,9 +17,11 @@ from outbox.core.attempt import Dead, Done, Released
 from outbox.core.events import CleanedUp, Handled
 from outbox.outbound import cleanup
 from outbox.outbound.cleanup import Cleanup
-from tests.conftest import MakeOutbox
 from tests.support.observing import Recorder, eventually
+from tests.support.outboxes import MakeOutbox
 from tests.support.proxy import Link, Proxy
+
+from .effects import made, numbers_table, written
 
 COPIES = 10
 MONTH = timedelta(days=30)
@@ -28,18 +30,24 @@ MONTH = timedelta(days=30)
 @pytest.fixture
 def effects(table_name: str) -> Table:
     """Rows that listeners write, without a unique constraint."""
-    return Table(f"{table_name}_effects", MetaData(), Column("id", Integer, primary_key=True), Column("n", Integer))
+    return numbers_table(table_name)
 
 
 async def make_table(outbox: Outbox, effects: Table) -> None:
     await outbox.create_tables()
-    async with outbox.engines.asynchronous.begin() as connection:
-        await connection.run_sync(effects.metadata.create_all)
+    await made(outbox, effects)
 
 
-async def written(outbox: Outbox, effects: Table) -> list[int]:
-    async with outbox.transaction() as session:
-        return list(await session.scalars(select(effects.c.n).order_by(effects.c.n)))
+def writing(effects: Table, batch: int | None) -> Listener:
+    """A listener that writes numbers, one by one or as lists."""
+
+    async def one(number: int, session: AsyncSession) -> None:
+        await session.execute(insert(effects).values(n=number))
+
+    async def many(numbers: list[int], session: AsyncSession) -> None:
+        await session.execute(insert(effects), [{"n": number} for number in numbers])
+
+    return Listener("#", one if batch is None else many, queue="q", batch=batch)
 
 
 def order(number: int, **fields: Any) -> Message:
@@ -233,14 +241,7 @@ async def test_a_message_that_is_older_than_the_inbox_is_dead_until_it_is_replay
 ) -> None:
     outbox = make_outbox(transport=broker, observers=[recorder])
     await make_table(outbox, effects)
-
-    async def one(number: int, session: AsyncSession) -> None:
-        await session.execute(insert(effects).values(n=number))
-
-    async def many(numbers: list[int], session: AsyncSession) -> None:
-        await session.execute(insert(effects), [{"n": number} for number in numbers])
-
-    listener = Listener("#", one if batch is None else many, queue="q", batch=batch)
+    listener = writing(effects, batch)
     now = datetime.now(UTC)
     async with outbox.running(listeners=[listener]):
         await outbox.transport.publish(
@@ -268,14 +269,7 @@ async def test_a_message_whose_id_cannot_be_entered_is_dead_and_spoils_no_other(
 ) -> None:
     outbox = make_outbox(transport=broker, observers=[recorder])
     await make_table(outbox, effects)
-
-    async def one(number: int, session: AsyncSession) -> None:
-        await session.execute(insert(effects).values(n=number))
-
-    async def many(numbers: list[int], session: AsyncSession) -> None:
-        await session.execute(insert(effects), [{"n": number} for number in numbers])
-
-    listener = Listener("#", one if batch is None else many, queue="q", batch=batch)
+    listener = writing(effects, batch)
     async with outbox.running(listeners=[listener]):
         await outbox.transport.publish([order(1), order(2, tracking_ids=("a NUL: \x00",)), order(3)])
         await recorder.wait_for(Handled, 3)

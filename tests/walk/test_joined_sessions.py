@@ -15,13 +15,12 @@ from outbox import Outbox, TransactionError, listen
 from outbox.adapters import sync_url
 from outbox.core.events import Handled
 from outbox.sqlite import prepare
-from tests.conftest import MakeOutbox
+from tests.support.databases import on_asyncpg
+from tests.support.outboxes import MakeOutbox
 
 from .strategies import Watch
 
 MODES = ("conditional_savepoint", "create_savepoint", "rollback_only")
-
-on_postgresql = pytest.mark.parametrize("database_url", ["postgresql+asyncpg"], indirect=True)
 
 
 @pytest.fixture(params=["sqlite", "postgresql+asyncpg"])
@@ -148,7 +147,7 @@ async def test_a_session_that_rolls_back_takes_its_hooks_with_it(
     assert told == ["announced", "committed"]
 
 
-@on_postgresql
+@on_asyncpg
 async def test_an_outer_commit_that_the_database_refuses_calls_nothing(
     outbox: Outbox, engine: AsyncEngine, told: list[str], table_name: str
 ) -> None:
@@ -167,7 +166,7 @@ async def test_an_outer_commit_that_the_database_refuses_calls_nothing(
     assert await outbox.messages() == []
 
 
-@on_postgresql
+@on_asyncpg
 async def test_an_error_that_was_swallowed_on_the_outer_connection_calls_nothing(
     outbox: Outbox, engine: AsyncEngine, told: list[str]
 ) -> None:
@@ -196,7 +195,7 @@ async def test_on_a_connection_others_are_told_after_its_commit_and_not_before(
     assert len(await outbox.messages()) == 1
 
 
-@on_postgresql
+@on_asyncpg
 async def test_a_connection_that_listeners_sessions_were_given_stays_open(
     make_outbox: MakeOutbox, outbox: Outbox, engine: AsyncEngine, database_url: str
 ) -> None:

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
 from contextvars import ContextVar
 from datetime import datetime
 
 import pytest
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from outbox import Message, Outbox, listen
+from outbox import Message, listen
 from outbox.core.events import Handled, LeaseWasLost
 from tests.support.observing import PATIENCE
+from tests.support.outboxes import MakeOutbox, emit
 
-from .strategies import Effects, Watch, emit, reached
-
-MakeOutbox = Callable[..., Outbox]
+from .strategies import Effects, Watch, reached
 
 TRANSPORTS = (None, "memory://")
 
@@ -135,7 +133,7 @@ async def test_without_a_lane_messages_wait_for_nobody(
 
 
 async def test_the_lease_on_what_waits_for_its_lane_is_renewed(make_outbox: MakeOutbox, watch: Watch) -> None:
-    outbox = make_outbox(observers=[watch], lease=10)
+    outbox = make_outbox(observers=[watch], lease=6)
     release = asyncio.Event()
 
     @listen("#", queue="q", lane="only", concurrency=2)

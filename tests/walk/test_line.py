@@ -20,8 +20,8 @@ from outbox.stores.postgresql import PostgresqlStore, connection, wakeup
 from outbox.stores.postgresql.connection import DirectConnection, Line
 from outbox.stores.postgresql.wakeup import Notifier
 from outbox.stores.rows import placed_row
+from tests.support.observing import PATIENCE
 from tests.walk.cutting import connections_taken
-from tests.walk.test_worker import PATIENCE
 
 LEASE = timedelta(seconds=60)
 
@@ -90,10 +90,9 @@ async def test_known_messages_are_routed_over_the_line(straight: Straight, monke
         return await Line.ask(line, statement, parameters)
 
     monkeypatch.setattr(line, "ask", ask)
+    selecting: Any = straight.store.feed.selecting
     async with asyncio.timeout(PATIENCE):
-        while (
-            straight.store.feed.selecting._route_to_one_statement not in asked
-        ):  # now and then a notification is in its way
+        while selecting._route_to_one_statement not in asked:  # now and then a notification is in its way
             await straight.emit()
             assert await straight.handled() == 1
 

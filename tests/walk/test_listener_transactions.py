@@ -18,14 +18,13 @@ from outbox import ConfigurationError, Listener, Outbox, Reason, TransactionErro
 from outbox.core.attempt import Dead, Done, RetryIn
 from outbox.core.events import Handled, Troubled
 from tests.support.broker import VirtualHost
+from tests.support.databases import on_asyncpg
 from tests.support.observing import Statements, eventually
+from tests.support.outboxes import MakeOutbox, emit
 
-from .strategies import Effects, Watch, emit
-
-MakeOutbox = Callable[..., Outbox]
+from .strategies import Effects, Watch
 
 MEMORY = "memory://"
-ONE_DRIVER = pytest.mark.parametrize("database_url", ["postgresql+asyncpg"], indirect=True)
 
 
 @pytest.fixture
@@ -91,7 +90,7 @@ async def test_a_listener_that_swallows_a_database_error_has_failed(
     assert {letter.queue for letter in await outbox.dead_letters.list()} == set(outcomes)
 
 
-@ONE_DRIVER
+@on_asyncpg
 async def test_a_swallowed_database_error_is_not_acknowledged_to_rabbitmq(
     make_outbox: MakeOutbox, watch: Watch, effects: Effects, vhost: VirtualHost
 ) -> None:
@@ -134,7 +133,7 @@ async def test_a_failed_flush_that_is_swallowed_has_failed(
     async def in_loop(body: int, session: AsyncSession) -> None:
         await session.execute(effects.write("before"))
         first, second = kind(), kind()
-        first.id = second.id = 4711  # type: ignore[attr-defined]
+        first.id = second.id = 4711
         session.add(first)
         await session.flush()
         session.expunge(first)
@@ -193,7 +192,7 @@ async def test_an_error_on_the_drivers_own_connection_that_is_swallowed_has_fail
     assert await effects.all() == []
 
 
-@ONE_DRIVER
+@on_asyncpg
 async def test_a_listener_of_which_no_statement_failed_costs_no_further_one(
     make_outbox: MakeOutbox, watch: Watch, effects: Effects
 ) -> None:
@@ -317,14 +316,14 @@ async def test_sessions_of_a_factory_are_watched_too(
     make_outbox: MakeOutbox, watch: Watch, effects: Effects, transport: str | None
 ) -> None:
     outbox = make_outbox(transport=transport, observers=[watch])
-    makers = [async_sessionmaker(outbox.engines.asynchronous), sessionmaker(outbox.engines.synchronous)]
+    in_loops, in_threads = async_sessionmaker(outbox.engines.asynchronous), sessionmaker(outbox.engines.synchronous)
 
-    @listen("#", queue="loop", retry_delays=(), session_factory=makers[0])
+    @listen("#", queue="loop", retry_delays=(), session_factory=in_loops)
     async def in_loop(body: int, session: AsyncSession) -> None:
         await session.execute(effects.write("loop"))
         await session.close()
 
-    @listen("#", queue="thread", retry_delays=(), session_factory=makers[1])
+    @listen("#", queue="thread", retry_delays=(), session_factory=in_threads)
     def in_thread(body: int, session: Session) -> None:
         with session:
             session.execute(effects.write("thread"))
@@ -404,13 +403,13 @@ async def test_a_transaction_that_was_ended_on_the_driver_is_not_tried_again(
     def thread_times_out(body: int, session: Session) -> None:
         session.execute(effects.write("thread times out"))
         end(session.connection())
-        time.sleep(2)
+        time.sleep(1.5)
 
     @listen("#", queue="thread in lists times out", retry_delays=delays, timeout=1, batch=10)
     def thread_in_lists(bodies: list[int], session: Session) -> None:
         session.execute(effects.write("thread in lists times out"))
         end(session.connection())
-        time.sleep(2)
+        time.sleep(1.5)
 
     listeners = [returns, raises, goes_on, times_out, is_cancelled, begins_again, lists]
     listeners += [thread, thread_begins_again, thread_times_out, thread_in_lists]
@@ -611,7 +610,7 @@ async def test_sessions_of_a_factory_in_autocommit_are_refused_and_no_message_is
     plain_engine.dispose()
 
 
-@ONE_DRIVER
+@on_asyncpg
 async def test_a_scoped_session_can_be_used_again_after_a_listener(
     make_outbox: MakeOutbox, watch: Watch, effects: Effects, database_url: str
 ) -> None:

@@ -17,9 +17,9 @@ from sqlalchemy.orm import Session
 from outbox import Listener, Outbox, WrongEventLoop
 from outbox.adapters import sync_url
 from outbox.transports.memory import MemoryTransport
+from tests.support.databases import on_asyncpg
 
 WITHIN = 30.0  # seconds that no test takes
-ON_ASYNCPG = pytest.mark.parametrize("database_url", ["postgresql+asyncpg"], indirect=True)
 
 
 async def emitted(outbox: Outbox, number: int) -> None:
@@ -81,7 +81,7 @@ def test_loops_of_several_threads_work_at_once(database_url: str, table_name: st
     assert sorted(seen) == list(range(30))
 
 
-async def in_another_loop(work: Callable[[], Awaitable[None]]) -> None:
+async def in_another_loop(work: Callable[[], Awaitable[object]]) -> None:
     """Run something in a thread with a loop of its own, while this one goes on."""
 
     async def run() -> None:
@@ -90,7 +90,7 @@ async def in_another_loop(work: Callable[[], Awaitable[None]]) -> None:
     await asyncio.to_thread(lambda: asyncio.run(run()))
 
 
-@ON_ASYNCPG
+@on_asyncpg
 async def test_an_emit_in_one_loop_wakes_a_worker_in_another(database_url: str, table_name: str) -> None:
     outbox = Outbox(db_engine_url=database_url, table_name=table_name, poll_interval=2 * WITHIN)
     seen: list[int] = []
@@ -102,7 +102,7 @@ async def test_an_emit_in_one_loop_wakes_a_worker_in_another(database_url: str, 
     await outbox.close()
 
 
-@ON_ASYNCPG
+@on_asyncpg
 async def test_closing_lets_go_of_the_connections_of_that_loop_only(database_url: str, table_name: str) -> None:
     outbox = Outbox(db_engine_url=database_url, table_name=table_name)
     async with outbox.transaction() as session:
@@ -115,7 +115,7 @@ async def test_closing_lets_go_of_the_connections_of_that_loop_only(database_url
     await outbox.close()
 
 
-@ON_ASYNCPG
+@on_asyncpg
 def test_a_given_engine_whose_pool_another_loop_uses_is_refused(database_url: str, table_name: str) -> None:
     engine = create_async_engine(database_url)
     outbox = Outbox(db_engine=engine, table_name=table_name)
@@ -146,7 +146,7 @@ def test_a_given_engine_whose_pool_another_loop_uses_is_refused(database_url: st
     asyncio.run(second())
 
 
-@ON_ASYNCPG
+@on_asyncpg
 def test_a_given_engine_without_a_pool_serves_every_loop(database_url: str, table_name: str) -> None:
     outbox = Outbox(db_engine=create_async_engine(database_url, poolclass=NullPool), table_name=table_name)
     for number in range(3):
@@ -154,7 +154,7 @@ def test_a_given_engine_without_a_pool_serves_every_loop(database_url: str, tabl
     assert asyncio.run(outbox.backlog()).waiting == 3
 
 
-@ON_ASYNCPG
+@on_asyncpg
 def test_a_loop_that_was_closed_without_a_word_harms_no_other(database_url: str, table_name: str) -> None:
     outbox = Outbox(db_engine_url=database_url, table_name=table_name)
     with warnings.catch_warnings():

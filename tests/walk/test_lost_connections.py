@@ -24,13 +24,12 @@ from outbox.core.listener_options import FailedAttempt
 from outbox.inbound import reruns
 from outbox.testing.servers import PgBouncer
 from outbox.testing.servers.postgresql_server import PostgreSQL
-from tests.conftest import MakeOutbox
 from tests.support.broker import VirtualHost
+from tests.support.databases import on_asyncpg
 from tests.support.observing import eventually
+from tests.support.outboxes import MakeOutbox, emit
 
-from .strategies import Effects, Watch, emit
-
-ASYNCPG = pytest.mark.parametrize("database_url", ["postgresql+asyncpg"], indirect=True)
+from .strategies import Effects, Watch
 
 OF_THE_BACKEND = text("SELECT pg_backend_pid()")
 
@@ -65,8 +64,8 @@ class Runs:
         self.count = 0
 
     def listener(self, kind: str) -> Listener:
-        callback = {"async": self.awaited, "plain": self.plain, "list": self.many}[kind]
-        return Listener("#", callback, queue="q", retry_delays=(), batch=10 if kind == "list" else None)
+        callbacks: dict[str, Callable[..., Any]] = {"async": self.awaited, "plain": self.plain, "list": self.many}
+        return Listener("#", callbacks[kind], queue="q", retry_delays=(), batch=10 if kind == "list" else None)
 
     async def awaited(self, body: int, session: AsyncSession) -> None:
         await self.many([body], session)
@@ -108,7 +107,7 @@ async def test_a_connection_that_is_lost_after_the_listener_returned_uses_up_no_
     assert lost.where == "session for q" and isinstance(lost.error, DBAPIError)
 
 
-@ASYNCPG
+@on_asyncpg
 @pytest.mark.parametrize("transport", [None, "memory://"], ids=["database", "memory"])
 @pytest.mark.parametrize("caught", [False, True], ids=["raised", "caught"])
 async def test_a_connection_that_is_lost_under_the_listener_uses_up_no_attempt(
@@ -162,7 +161,7 @@ async def test_connections_that_died_in_the_pool_of_a_given_engine_use_up_no_att
     assert sorted(await effects.all()) == [str(number) for number in range(10)]
 
 
-@ASYNCPG
+@on_asyncpg
 async def test_lost_connections_have_a_limit_of_their_own_and_then_the_attempt_has_failed(
     make_outbox: MakeOutbox, watch: Watch, effects: Effects, server: Server
 ) -> None:
@@ -183,7 +182,7 @@ async def test_lost_connections_have_a_limit_of_their_own_and_then_the_attempt_h
     assert await effects.all() == []
 
 
-@ASYNCPG
+@on_asyncpg
 async def test_a_listener_whose_first_statement_costs_its_connection_does_not_run_for_ever(
     make_outbox: MakeOutbox, watch: Watch
 ) -> None:
@@ -202,7 +201,7 @@ async def test_a_listener_whose_first_statement_costs_its_connection_does_not_ru
     assert len(runs) == reruns.LOSSES
 
 
-@ASYNCPG
+@on_asyncpg
 async def test_what_the_listener_does_to_itself_is_its_own_failure(
     make_outbox: MakeOutbox, watch: Watch, effects: Effects, server: Server, database_url: str
 ) -> None:
@@ -247,12 +246,12 @@ def invalidate(session: Session) -> None:
 
 
 def close_adapter(session: Session) -> None:
-    session.connection().connection.dbapi_connection.close()
+    session.connection().connection.dbapi_connection.close()  # type: ignore[union-attr]
 
 
 def terminate(session: Session) -> None:
     connection = session.connection()
-    connection.dialect.do_terminate(connection.connection.dbapi_connection)
+    connection.dialect.do_terminate(connection.connection.dbapi_connection)  # type: ignore[arg-type]
 
 
 def close_driver(session: Session) -> None:
@@ -284,7 +283,7 @@ async def test_a_listener_that_closes_its_connection_is_not_handled_and_does_not
             session.execute(effects.write(kind))
             break_it(session)
 
-        name, options = break_it.__name__, {"retry_delays": ()}
+        name, options = break_it.__name__, dict[str, Any](retry_delays=())
         return [
             Listener("#", awaited, queue=f"awaited {name}", **options),
             Listener("#", many, queue=f"list {name}", batch=10, **options),
@@ -301,7 +300,7 @@ async def test_a_listener_that_closes_its_connection_is_not_handled_and_does_not
     assert max(runs.values()) <= 2 * reruns.LOSSES, runs
 
 
-@ASYNCPG
+@on_asyncpg
 async def test_a_listener_that_invalidates_its_connection_is_not_acknowledged_to_rabbitmq(
     make_outbox: MakeOutbox, watch: Watch, effects: Effects, vhost: VirtualHost
 ) -> None:
@@ -357,10 +356,10 @@ async def test_a_database_that_is_away_behind_its_pooler_uses_up_no_attempt(
             away.wait()
             session.execute(text("SELECT 1"))
 
-        callback = {"async": awaited, "plain": plain, "list": many}[kind]
+        callbacks: dict[str, Callable[..., Any]] = {"async": awaited, "plain": plain, "list": many}
         options: dict[str, Any] = {"concurrency": 2, "batch": 2 if kind == "list" else None}
         await emit(outbox, *range(6))
-        async with outbox.running(listeners=[Listener("#", callback, queue="q", retry_delays=(), **options)]):
+        async with outbox.running(listeners=[Listener("#", callbacks[kind], queue="q", retry_delays=(), **options)]):
             await eventually(lambda: len(called) >= 2)
             await asyncio.to_thread(database.stop, "immediate")
             away.set()

@@ -21,13 +21,12 @@ from outbox.core.binding import Binding
 from outbox.core.errors import TransportMismatch
 from outbox.core.store import Backlog
 from outbox.shutdown import Shutdown
-from tests.conftest import MakeOutbox
 from tests.support.amqp import channel_to
 from tests.support.broker import VirtualHost
 from tests.support.commands import Command, line_of
+from tests.support.databases import on_both_stores
 from tests.support.observing import eventually
-
-two_databases = pytest.mark.parametrize("database_url", ["sqlite", "postgresql+asyncpg"], indirect=True)
+from tests.support.outboxes import MakeOutbox
 
 QUEUES = ("ledger", "journal", "shelf")
 FEW = 5  # messages in each state
@@ -160,7 +159,7 @@ def in_queues(backlog: Backlog) -> int:
     return sum(queue.open for queue in backlog.queues)
 
 
-@two_databases
+@on_both_stores
 async def test_moving_to_rabbitmq_and_back_loses_nothing_and_repeats_nothing(
     shop: Shop, make_outbox: MakeOutbox, command: Command, vhost: VirtualHost
 ) -> None:
@@ -195,8 +194,8 @@ async def to_rabbitmq(shop: Shop, database: Outbox, rabbitmq: Outbox, command: C
     assert backlog.unroutable == FEW
     assert [stored.timer_id for stored in await database.messages(state="waiting") if stored.timer_id] == ["there"]
     assert backlog.due >= FEW
-    assert queues["ledger"].retrying >= FEW
-    assert queues["shelf"].delivered >= FEW
+    assert (queues["ledger"].retrying or 0) >= FEW
+    assert (queues["shelf"].delivered or 0) >= FEW
     # Step 4: the switch.
     refused = await command.run("tables", "switch-transport", "rabbitmq")
     assert (refused.code, "outbox worker --leftovers" in refused.stderr) == (ExitCode.WRONG, True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -15,15 +15,16 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, c
 from sqlalchemy.util import await_only
 
 from outbox import ConfigurationError, Outbox, Reject, TransactionError, listen
-from outbox.core.attempt import Done, RetryIn
+from outbox.core.attempt import Done, Outcome, RetryIn
 from outbox.core.binding import Binding
 from outbox.core.message import NOW, Schedule
 from outbox.core.store import Selection
 from outbox.stores.mysql.runner import MysqlRunner
+from outbox.testing.sql import sql_store
 from outbox.testing.store.cases import LEASE, claimed, emit, message, queued
 from tests.support.commands import SOON, Command, until
+from tests.support.outboxes import MakeOutbox
 
-MakeOutbox = Callable[..., Outbox]
 AT_ONCE = 8.0  # seconds: less than a statement of ours waits for a lock
 
 BOTH_NAMES = pytest.mark.parametrize("database_url", ["mariadb+asyncmy", "mysql+asyncmy"], indirect=True)
@@ -57,7 +58,11 @@ async def test_a_small_table_is_not_read_as_a_whole_by_what_ends_attempts(
         ):
             first, second, third, fourth = claim.attempts
             await claim.renew_once([each.id for each in claim.attempts], LEASE)
-            outcomes = {first.id: Done(), second.id: Done(), third.id: RetryIn(timedelta(hours=1), "later")}
+            outcomes: dict[int, Outcome] = {
+                first.id: Done(),
+                second.id: Done(),
+                third.id: RetryIn(timedelta(hours=1), "later"),
+            }
             assert await claim.settle(outcomes) == frozenset()
             async with engine.begin() as listener:
                 left = await listener.run_sync(store.queues.complete, [claim.lease_on(fourth)])
@@ -89,7 +94,7 @@ async def test_a_claim_searches_its_index_and_sorts_nothing(engine: AsyncEngine,
         for statement, parameters in claims:
             plan = (await connection.exec_driver_sql(f"EXPLAIN {statement}", parameters)).mappings().first()
             assert plan is not None
-            assert (plan["type"], plan["key"]) == ("range", f"{outbox.store.tables.messages.name}_claim")
+            assert (plan["type"], plan["key"]) == ("range", f"{outbox.tables.messages.name}_claim")
             assert "filesort" not in plan["Extra"] and "temporary" not in plan["Extra"]
 
 
@@ -225,7 +230,7 @@ async def test_connections_that_the_server_has_ended_are_replaced(engine: AsyncE
 @ONE_NAME
 async def test_a_deadlock_of_the_stores_own_is_run_again(outbox: Outbox) -> None:
     await outbox.store.open()
-    runner: Any = outbox.store.runner
+    runner: Any = sql_store(outbox.store).runner
     assert isinstance(runner, MysqlRunner)
     tries: list[int] = []
 

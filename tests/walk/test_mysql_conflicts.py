@@ -20,8 +20,9 @@ from outbox.core.events import Conflicted, Handled
 from outbox.testing.servers import MariaDB
 from tests.support.mariadb import arguments, statement
 from tests.support.observing import eventually
+from tests.support.outboxes import emit
 
-from .strategies import Effects, Watch, emit, reached
+from .strategies import Effects, Watch, reached
 
 
 class Foreign:
@@ -91,6 +92,14 @@ def touch(rows: str, id: int) -> Any:
     return text(f"UPDATE {rows} SET n = n + 1 WHERE id = {id}")
 
 
+async def crossing(session: AsyncSession, rows: str, foreign: Foreign) -> asyncio.Task[None]:
+    """Take the first row, for which the other transaction waits then; it has the second one."""
+    await session.execute(touch(rows, 1))
+    waiting = asyncio.create_task(foreign.later(str(touch(rows, 1))))
+    await asyncio.sleep(0.2)
+    return waiting
+
+
 # In a listener's transaction
 
 
@@ -104,10 +113,10 @@ async def test_a_deadlock_of_the_listener_is_a_conflict_and_uses_up_no_attempt(
     async def listener(body: int, session: AsyncSession) -> None:
         runs.append(body)
         await session.execute(effects.write(f"run {len(runs)}"))
-        await session.execute(touch(rows, 1))
         if len(runs) == 1:
-            waiting.append(asyncio.create_task(foreign.later(str(touch(rows, 1)))))
-            await asyncio.sleep(0.2)
+            waiting.append(await crossing(session, rows, foreign))
+        else:
+            await session.execute(touch(rows, 1))
         await session.execute(touch(rows, 2))
 
     foreign(str(touch(rows, 2)))
@@ -153,10 +162,10 @@ async def test_a_deadlock_that_the_listener_swallows_commits_nothing_half_done(
     async def listener(body: int, session: AsyncSession) -> None:
         runs.append(body)
         await session.execute(effects.write(f"before, run {len(runs)}"))
-        await session.execute(touch(rows, 1))
         if len(runs) == 1:
-            waiting.append(asyncio.create_task(foreign.later(str(touch(rows, 1)))))
-            await asyncio.sleep(0.2)
+            waiting.append(await crossing(session, rows, foreign))
+        else:
+            await session.execute(touch(rows, 1))
         with suppress(DBAPIError):
             await session.execute(touch(rows, 2))
         await session.execute(effects.write(f"after, run {len(runs)}"))
@@ -180,9 +189,7 @@ async def test_a_callers_transaction_that_swallowed_a_deadlock_is_told_so(
     with pytest.raises(TransactionError):
         async with outbox.transaction() as session:
             await session.execute(effects.write("before"))
-            await session.execute(touch(rows, 1))
-            waiting = asyncio.create_task(foreign.later(str(touch(rows, 1))))
-            await asyncio.sleep(0.2)
+            waiting = await crossing(session, rows, foreign)
             with suppress(DBAPIError):
                 await session.execute(touch(rows, 2))
             await waiting
@@ -258,7 +265,7 @@ async def test_a_lock_on_the_message_holds_its_completion_back_and_no_more(
 
 async def _is_settled(outbox: Outbox) -> bool:
     backlog = await outbox.backlog()
-    return backlog.waiting == 0 and all(not queue.delivered + queue.retrying for queue in backlog.queues)
+    return backlog.waiting == 0 and all(not queue.open for queue in backlog.queues)
 
 
 async def test_a_deadlock_with_a_burial_is_run_again_and_buries_once(

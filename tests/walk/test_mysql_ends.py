@@ -13,11 +13,11 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
 from outbox import Outbox, TransactionError, listen
-from tests.conftest import MakeOutbox
 from tests.support.databases import url_on
 from tests.support.observing import eventually
+from tests.support.outboxes import MakeOutbox, emit
 
-from .strategies import Effects, emit
+from .strategies import Effects
 
 
 @pytest.fixture

@@ -17,12 +17,12 @@ from outbox import Listener, Outbox, TransactionError, listen
 from outbox.core.attempt import Done, Released
 from outbox.core.events import Handled, Recovered, Troubled
 from outbox.testing.servers import MariaDB
-from tests.conftest import MakeOutbox
 from tests.support.databases import url_on
 from tests.support.mariadb import arguments, statement
 from tests.support.observing import eventually
+from tests.support.outboxes import MakeOutbox, emit
 
-from .strategies import Effects, Watch, emit, reached
+from .strategies import Effects, Watch, reached
 
 
 @pytest.fixture

@@ -24,12 +24,12 @@ from outbox.core.diagnosis import Level
 from outbox.core.store import Selection
 from outbox.doctor import examine
 from outbox.testing.servers import MariaDB
-from tests.conftest import MakeOutbox
 from tests.support.databases import url_on
 from tests.support.mariadb import statement
 from tests.support.observing import arrival, eventually
+from tests.support.outboxes import MakeOutbox, emit
 
-from .strategies import Watch, emit
+from .strategies import Watch
 
 ODD = "straße 🚀 ключ \\' \" % %s"
 

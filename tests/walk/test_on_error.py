@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -17,10 +16,9 @@ from outbox import ConfigurationError, FailedAttempt, Message, Outbox, Reject, l
 from outbox.core.attempt import Dead, Done, Reason, RetryIn
 from outbox.core.events import Conflicted, Handled, LeaseWasLost, Troubled
 from tests.support.observing import PATIENCE
+from tests.support.outboxes import MakeOutbox, emit
 
-from .strategies import Effects, Watch, emit, reached
-
-MakeOutbox = Callable[..., Outbox]
+from .strategies import Effects, Watch, reached
 
 
 @pytest.fixture(params=[None, "memory://"], ids=["database", "memory"])
@@ -192,7 +190,7 @@ async def test_one_that_hangs_is_cut_like_a_listener(
         await session.execute(effects.write("never seen"))
         await asyncio.sleep(3600)
 
-    @listen("#", queue="q", retry_delays=(), timeout=2, on_error=on_error)
+    @listen("#", queue="q", retry_delays=(), timeout=1, on_error=on_error)
     async def listener(body: int) -> None:
         raise OSError("away")
 

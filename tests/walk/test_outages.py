@@ -13,6 +13,7 @@ from outbox import Listener, Outbox
 from outbox.core.events import Handled, Recovered, Troubled
 from outbox.testing.servers import PostgreSQL
 from tests.support.observing import Recorder, eventually
+from tests.support.outboxes import emit
 
 
 @pytest.fixture
@@ -20,11 +21,6 @@ def server() -> Iterator[PostgreSQL]:
     """One that may be stopped."""
     with PostgreSQL() as server:
         yield server
-
-
-async def emit(outbox: Outbox, count: int) -> None:
-    async with outbox.transaction() as session:
-        await outbox.emit_many(session, "order.created", range(count))
 
 
 @pytest.mark.parametrize("driver", ["asyncpg", "psycopg"])
@@ -43,7 +39,7 @@ async def test_a_database_that_is_restarted_is_two_lines_of_the_log(
     outbox = Outbox(db_engine_url=url, poll_interval=0.1, restart_delay=0.1, observers=[recorder])
     with caplog.at_level(logging.WARNING):
         async with outbox.running(listeners=listeners):
-            await emit(outbox, 5)
+            await emit(outbox, *range(5))
             await recorder.wait_for(Handled, 20)
             await asyncio.to_thread(server.stop)
             await recorder.wait_for(Troubled, 20)
@@ -74,7 +70,7 @@ async def test_a_busy_worker_tells_no_end_of_an_outage_before_the_database_is_ba
     )
     with caplog.at_level(logging.WARNING):
         async with outbox.running(listeners=[Listener("order.*", slow, queue="orders")]):
-            await emit(outbox, 20)
+            await emit(outbox, *range(20))
             await eventually(lambda: len(running) == 5)  # the queue is full, and wants nothing of the router
             await asyncio.to_thread(server.stop)
             await eventually(lambda: len(of_the_router()) >= 3)
@@ -93,7 +89,7 @@ async def test_a_busy_worker_tells_no_end_of_an_outage_before_the_database_is_ba
 async def _emitted(outbox: Outbox) -> bool:
     """Producers of the same process get the database's error until it is back."""
     try:
-        await emit(outbox, 1)
+        await emit(outbox, *range(1))
     except Exception:  # noqa: BLE001 - drivers throw what they like
         await asyncio.sleep(0.05)
         return False

@@ -24,13 +24,12 @@ from outbox import Listener, Message, Outbox
 from outbox.core.events import Handled
 from outbox.transports.http import HttpTransport
 from tests.support.observing import PATIENCE, Recorder, eventually
+from tests.support.outboxes import MakeOutbox, emit
 from tests.support.sending import serving as serving_application
 
 from .profiling import PACKAGE, passes
 from .roads import Road, Step, owners, roads
-from .strategies import Effects, emit, reached
-
-MakeOutbox = Callable[..., Outbox]
+from .strategies import Effects, reached
 
 WAYS = {
     "The database on SQLite": "sqlite",

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import signal
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
 from datetime import timedelta
 from urllib.parse import urlsplit
@@ -21,10 +21,9 @@ from outbox import ConfigurationError, Message, Outbox, Reject, listen
 from outbox.stores.postgresql.connection import UNPREPARED
 from outbox.testing.servers import PgBouncer
 from tests.support.commands import Command, until
+from tests.support.outboxes import MakeOutbox
 
 from .shops import Shop, effects, emptied, no_surprises
-
-MakeOutbox = Callable[..., Outbox]
 
 POOL_SIZE = 3
 SOON = 60.0  # seconds
@@ -233,7 +232,7 @@ async def test_a_pooler_that_crashes_and_comes_back_loses_nothing(
         for first in range(0, 60, 20):
             async with outbox.transaction() as session:
                 await outbox.emit_many(session, "a", range(first, first + 20))
-            await until(lambda wanted=first + 1: len(handled) >= wanted)
+            await until(lambda wanted=first + 1: len(handled) >= wanted)  # type: ignore[misc]
             own_pgbouncer.kill()
             own_pgbouncer.start()
         await until(lambda: set(handled) == set(range(60)))
@@ -304,7 +303,7 @@ async def test_a_message_of_another_process_is_found_by_polling(make_outbox: Mak
         for body in range(3):
             async with emitter.transaction() as session:
                 await emitter.emit(session, "a", body)
-            await until(lambda wanted=body + 1: len(handled) == wanted)
+            await until(lambda wanted=body + 1: len(handled) == wanted)  # type: ignore[misc]
 
 
 async def test_a_process_without_the_pooler_is_woken_by_one_behind_it(

@@ -78,12 +78,13 @@ def engine_on_a_file(**options: Any) -> Engine:
 async def pre_ping(_: str) -> None:
     engine = engine_on_a_file(pool_pre_ping=True)
     pings = []
-    ping = engine.dialect.do_ping
-    engine.dialect.do_ping = lambda connection: pings.append(1) or ping(connection)  # type: ignore[method-assign, func-returns-value]
+    dialect: Any = engine.dialect
+    ping = dialect.do_ping
+    dialect.do_ping = lambda connection: pings.append(1) or ping(connection)
     pool: Any = engine.pool.recreate()
     pinged = []
     for pool._pre_ping in (True, False):
-        for _ in range(2):
+        for _again in range(2):
             pool.connect().close()
         pinged.append(len(pings))
         pings.clear()

@@ -13,7 +13,8 @@ from outbox import Message, Outbox, RetryPolicy, TransportUnavailable
 from outbox.core.transport import Published
 from outbox.outbound import publishing
 from outbox.outbound.publishing import Publisher
-from tests.walk.test_relay import Scripted, cancelled, emit, nothing
+from tests.support.outboxes import emit
+from tests.walk.destinations import Scripted, cancelled, nothing
 
 
 async def silent(messages: Sequence[Message]) -> Published:

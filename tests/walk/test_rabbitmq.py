@@ -20,14 +20,15 @@ from yarl import URL
 from outbox import Listener, Outbox
 from outbox.core.attempt import Dead, Done, Reason
 from outbox.core.errors import ConfigurationError, TransportClosed, TransportUnavailable
-from outbox.core.events import Failed, Handled, LeaseWasLost, Relayed, Started, Troubled, Unsettled
+from outbox.core.events import Failed, Handled, LeaseWasLost, Observer, Relayed, Started, Troubled, Unsettled
 from outbox.core.message import Message
 from outbox.core.transport import Defaults
 from outbox.observers.logging import LoggingObserver
 from outbox.testing.servers import RabbitMQ
 from outbox.transports.rabbitmq import RabbitmqTransport
-from tests.conftest import MakeOutbox
+from tests.support.databases import on_sqlite
 from tests.support.observing import PATIENCE, Recorder, arrival, eventually
+from tests.support.outboxes import MakeOutbox, emit
 
 ROOT = Path(__file__).parents[2]
 LARGEST_MESSAGE = 500_000  # bytes that the broker takes; a frame has 131 072
@@ -48,7 +49,7 @@ def make_shop(make_outbox: MakeOutbox, broker: RabbitMQ, table_name: str) -> Mak
     """Outboxes on that broker, with exchanges and queues of their own."""
 
     def make(**options: Any) -> Outbox:
-        names = {"exchange_name": table_name, "queue_prefix": f"{table_name}."}
+        names: dict[str, Any] = {"exchange_name": table_name, "queue_prefix": f"{table_name}."}
         return make_outbox(**{"rabbitmq_url": broker.url, **names, **options})
 
     return make
@@ -65,11 +66,6 @@ def listener(arrivals: Arrivals) -> Listener:
         arrivals.put_nowait(order)
 
     return Listener("order.*", on_order, queue="orders")
-
-
-async def emit(outbox: Outbox, *orders: object, routing_key: str = "order.created") -> None:
-    async with outbox.transaction() as session:
-        await outbox.emit_many(session, routing_key, orders)
 
 
 async def all_of(arrivals: Arrivals, *wanted: Any) -> None:
@@ -105,10 +101,7 @@ async def shop(
         yield outbox
 
 
-one_database = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
-
-
-@one_database
+@on_sqlite
 @pytest.mark.parametrize("end", [RabbitMQ.kill, RabbitMQ.stop], ids=["killed", "stopped"])
 async def test_work_goes_on_when_the_broker_is_back(
     shop: Outbox,
@@ -129,7 +122,7 @@ async def test_work_goes_on_when_the_broker_is_back(
     assert all(event.attempt.attempt_count == 1 for event in recorder.of(Relayed))  # being away burns no attempt
 
 
-@one_database
+@on_sqlite
 async def test_work_goes_on_after_the_broker_closed_every_connection(
     shop: Outbox, broker: RabbitMQ, arrivals: Arrivals, recorder: Recorder
 ) -> None:
@@ -139,7 +132,7 @@ async def test_work_goes_on_after_the_broker_closed_every_connection(
     await all_of(arrivals, "second")
 
 
-@one_database
+@on_sqlite
 @pytest.mark.parametrize("takes", ["single", "lists"])
 async def test_what_a_busy_worker_could_not_acknowledge_before_a_cut_is_no_lost_lease(
     make_shop: MakeOutbox, broker: RabbitMQ, recorder: Recorder, caplog: pytest.LogCaptureFixture, takes: str
@@ -178,7 +171,7 @@ async def test_what_a_busy_worker_could_not_acknowledge_before_a_cut_is_no_lost_
     assert "; again in " in begins and " works again after " in ends
 
 
-@one_database
+@on_sqlite
 async def test_a_queue_that_was_deleted_is_made_again(
     shop: Outbox, broker: RabbitMQ, arrivals: Arrivals, recorder: Recorder, table_name: str
 ) -> None:
@@ -187,7 +180,7 @@ async def test_a_queue_that_was_deleted_is_made_again(
     assert await arrival(arrivals) == "second"
 
 
-@one_database
+@on_sqlite
 async def test_a_broker_with_an_alarm_is_waited_for(
     shop: Outbox, broker: RabbitMQ, arrivals: Arrivals, recorder: Recorder
 ) -> None:
@@ -233,7 +226,7 @@ async def test_a_message_that_the_broker_cannot_take_fails_alone(
     assert not any(other.refused for other in others)  # what was in flight beside it has done nothing
     assert (await transport.publish(again)).confirmed == {message.id for message in again}
     deliveries = transport.consume(listener, 100)
-    found = set()
+    found: set[str] = set()
     while not found >= confirmed:
         delivery = await asyncio.wait_for(anext(deliveries), PATIENCE)
         found.add(delivery.attempt.message.id)
@@ -243,7 +236,7 @@ async def test_a_message_that_the_broker_cannot_take_fails_alone(
     await transport.close()
 
 
-@one_database
+@on_sqlite
 async def test_a_message_that_no_queue_is_bound_to_is_kept_until_one_is(
     make_shop: MakeOutbox, listener: Listener, arrivals: Arrivals, recorder: Recorder
 ) -> None:
@@ -320,8 +313,8 @@ async def test_a_retry_that_fits_into_no_frame_is_not_published_and_costs_no_con
             await exchange.publish(aio_pika.Message(b"%d" % number, headers=None if number else large), "a")
         letters: Any = await eventually(lambda: outbox.dead_letters.list(queue=queue))
         came = [await arrival(arrivals) for _ in range(11)]
-    dead = [event for event in recorder.of(Handled) if isinstance(event.outcome, Dead)]
-    assert [(event.attempt.message.body, event.outcome.reason) for event in dead] == [(b"0", Reason.UNDECODABLE)]
+    ends = [(event.attempt.message.body, event.outcome) for event in recorder.of(Handled)]
+    assert [(body, end.reason) for body, end in ends if isinstance(end, Dead)] == [(b"0", Reason.UNDECODABLE)]
     assert [(letter.message.body, letter.reason) for letter in letters] == [(b"0", Reason.UNDECODABLE)]
     assert sorted(came) == [(0, 1), *((number, attempt) for number in range(1, 6) for attempt in (1, 2))]
     assert arrivals.empty()
@@ -332,7 +325,7 @@ async def test_a_worker_ends_when_the_connection_it_was_given_closes_for_good(
     broker: RabbitMQ, table_name: str, listener: Listener, recorder: Recorder
 ) -> None:
     connection = await aio_pika.connect(broker.url)
-    names = {"exchange_name": table_name, "queue_prefix": f"{table_name}."}
+    names: dict[str, Any] = {"exchange_name": table_name, "queue_prefix": f"{table_name}."}
     outbox = Outbox(rmq_connection=connection, observers=[recorder], **names)
     working = asyncio.create_task(outbox.worker([listener]))
     await recorder.wait_for(Started)
@@ -353,8 +346,8 @@ async def test_a_block_is_told_when_what_runs_beside_it_has_ended_for_good(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     connection = await aio_pika.connect(broker.url)
-    names = {"exchange_name": table_name, "queue_prefix": f"{table_name}."}
-    observers = [recorder, LoggingObserver()]
+    names: dict[str, Any] = {"exchange_name": table_name, "queue_prefix": f"{table_name}."}
+    observers: list[Observer] = [recorder, LoggingObserver()]
     outbox = Outbox(db_engine_url=database_url, rmq_connection=connection, observers=observers, grace=5, **names)
     with pytest.raises(TransportClosed):
         async with asyncio.timeout(PATIENCE), outbox.running(relay=True, listeners=[listener] * (part == "worker")):

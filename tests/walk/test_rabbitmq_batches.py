@@ -13,9 +13,9 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from outbox import Message, Outbox, Reason, listen
 from outbox.core.attempt import Dead, Done
 from outbox.core.events import Handled
-from tests.conftest import MakeOutbox
 from tests.support.broker import VirtualHost
 from tests.support.observing import Recorder, eventually
+from tests.support.outboxes import MakeOutbox
 
 COUNT, COPIES = 300, 100
 FAILS_ONCE, POISON = 7, 13
@@ -42,7 +42,9 @@ async def test_every_message_counts_once_whatever_the_others_in_its_list_do(
     @listen("order.*", queue="q", batch=50, retry_delays=(0.1,))
     async def listener(orders: list[Order], session: AsyncSession, attempt_count: int) -> dict[int, Exception]:
         calls.append([order.id for order in orders])
-        failed = {n: OSError("once") for n, order in enumerate(orders) if order.id == FAILS_ONCE and attempt_count == 1}
+        failed: dict[int, Exception] = {
+            n: OSError("once") for n, order in enumerate(orders) if order.id == FAILS_ONCE and attempt_count == 1
+        }
         for n, order in enumerate(orders):
             if n not in failed:
                 await session.execute(insert(effects).values(n=order.id))

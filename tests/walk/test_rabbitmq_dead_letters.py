@@ -14,6 +14,7 @@ import aiormq
 import pytest
 from aiormq.abc import AbstractChannel
 from pamqp.commands import Basic
+from pamqp.common import FieldTable
 from yarl import URL
 
 from outbox import Message, Outbox, Reject, listen
@@ -52,7 +53,7 @@ async def transport(rabbitmq_url: str) -> AsyncIterator[RabbitmqTransport]:
 async def limited(rabbitmq_url: str) -> None:
     """For tests whose `q.dlq` drops what comes back too often, as one that RabbitMQ 4 found there would."""
     async with channel_to(rabbitmq_url) as channel:
-        arguments = {"x-queue-type": "quorum", "x-delivery-limit": LIMIT}
+        arguments: FieldTable = {"x-queue-type": "quorum", "x-delivery-limit": LIMIT}
         await channel.queue_declare("q.dlq", durable=True, arguments=arguments)
 
 
@@ -73,7 +74,7 @@ async def bury(url: str, count: int, queue: str = "q", reason: Reason = Reason.R
     died_at = round(datetime.now(UTC).timestamp() * 1_000_000)
 
     def properties(number: int) -> Basic.Properties:
-        headers = {
+        headers: FieldTable = {
             "outbox-created-at": died_at,
             "outbox-died-at": died_at + number,
             "outbox-routing-key": "order.created",
@@ -195,7 +196,7 @@ async def test_what_the_broker_itself_moved_is_told_with_what_it_knows_and_can_b
     limited: None, rabbitmq_url: str
 ) -> None:
     async with channel_to(rabbitmq_url) as channel:
-        arguments = {
+        arguments: FieldTable = {
             "x-queue-type": "quorum",
             "x-delivery-limit": 1,
             "x-dead-letter-exchange": "outbox.dlx",

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from pamqp.common import FieldTable
 
 from outbox import ConfigurationError, Listener, RetryPolicy
 from outbox.transports.rabbitmq.declaring import Declared, declare_for
@@ -21,7 +22,7 @@ NAMES = Names()
 DELAYS = (timedelta(milliseconds=100), timedelta(seconds=10))
 BILLING = Listener("order.*", print, queue="billing")
 SHIPPING = Listener("order.created", print, queue="shipping")
-QUORUM = {"x-queue-type": "quorum"}
+QUORUM: FieldTable = {"x-queue-type": "quorum"}
 HANDED_ON = {"x-dead-letter-strategy": "at-least-once", "x-overflow": "reject-publish"}
 
 LEAST = {"write": r"^outbox\.(delay_.*|dlx)$", "read": "^(billing|shipping)$"}  # what a worker needs, and no more
@@ -34,6 +35,11 @@ def told(vhost: VirtualHost) -> dict[str, str]:
 
 def topology_of(*listeners: Listener, delays: Sequence[timedelta] = DELAYS) -> Topology:
     return Topology.of(NAMES, listeners or (BILLING, SHIPPING), delays)
+
+
+def arguments_of(queue: Queue) -> FieldTable:
+    """As the library for the wire has them."""
+    return {**cast(FieldTable, queue.arguments)}
 
 
 # Whoever may configure.
@@ -127,7 +133,7 @@ async def test_a_queue_with_other_arguments_is_refused_with_the_difference_and_a
     vhost: VirtualHost, queue: Queue, durable: bool, argument: str, there: Any, wanted: Any
 ) -> None:
     async with channel_to(vhost.url) as channel:
-        await channel.queue_declare(queue.name, durable=durable, arguments=dict(queue.arguments))
+        await channel.queue_declare(queue.name, durable=durable, arguments=arguments_of(queue))
     with pytest.raises(ConfigurationError) as refused:
         await declare_at(vhost.url, topology_of())
     said = str(refused.value)
@@ -181,7 +187,7 @@ async def test_a_queue_that_one_connection_has_to_itself_is_refused(vhost: Virtu
 
 
 async def test_a_queue_that_is_merely_weaker_is_used_as_it_is(vhost: VirtualHost) -> None:
-    dead_letters = {"x-dead-letter-exchange": "outbox.dlx", "x-dead-letter-routing-key": "billing"}
+    dead_letters: FieldTable = {"x-dead-letter-exchange": "outbox.dlx", "x-dead-letter-routing-key": "billing"}
     async with channel_to(vhost.url) as channel:
         await channel.queue_declare("billing", durable=True, arguments=QUORUM | dead_letters)
     declared = await declare_at(vhost.url, topology_of())
@@ -195,9 +201,13 @@ async def test_a_queue_that_is_merely_weaker_is_used_as_it_is(vhost: VirtualHost
 
 async def test_where_replicas_live_is_the_operators_choice(vhost: VirtualHost) -> None:
     billing = next(queue for queue in topology_of().queues if queue.name == "billing")
-    chosen = {"x-quorum-initial-group-size": 1, "x-queue-leader-locator": "balanced", "x-single-active-consumer": True}
+    chosen: FieldTable = {
+        "x-quorum-initial-group-size": 1,
+        "x-queue-leader-locator": "balanced",
+        "x-single-active-consumer": True,
+    }
     async with channel_to(vhost.url) as channel:
-        await channel.queue_declare("billing", durable=True, arguments={**billing.arguments, **chosen})
+        await channel.queue_declare("billing", durable=True, arguments=arguments_of(billing) | chosen)
     assert await declare_at(vhost.url, topology_of()) == Declared(configures=True, dead_letters=True)
 
 

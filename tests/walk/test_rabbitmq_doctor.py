@@ -23,7 +23,7 @@ from outbox.doctor import examine
 from outbox.testing.servers import RabbitMQ
 from outbox.transports.rabbitmq import RabbitmqTransport
 from outbox.transports.rabbitmq import dead_letters as rabbitmq_dead_letters
-from outbox.transports.rabbitmq.envelope import CREATED_AT
+from outbox.transports.rabbitmq.headers import CREATED_AT
 from outbox.transports.rabbitmq.management import management_url_of
 from outbox.transports.rabbitmq.topology import Names, Topology
 from tests.support.amqp import channel_to, declare_at, has_rejected
@@ -120,7 +120,7 @@ async def test_everything_that_is_missing_is_told_once_and_nothing_is_made(
     assert doctor.code == ExitCode.UNHEALTHY
     [(subject, missing)] = [(subject, what) for level, subject, what in found if level == "error"]
     topology = Topology.of(Names(), LISTENERS, ())
-    names = [each.name for each in (*topology.exchanges, *topology.queues)]
+    names = [*(each.name for each in topology.exchanges), *(each.name for each in topology.queues)]
     assert (subject, missing.endswith("is there yet")) == ("exchanges and queues", True)
     assert {name for name in [*names, "outbox.topology_v1"] if f"{name!r}" not in missing} == set()
     assert "consumers" not in {subject for _, subject, _ in found}, "there is nothing to consume"
@@ -433,7 +433,7 @@ async def test_a_connection_without_a_url_is_counted_without_the_management_inte
         observers=[],
     )
     await with_letters(outbox, vhost)
-    del connection.url  # type: ignore[attr-defined]
+    del connection.url
 
     async def one_is_dead() -> bool:  # a quorum queue tells its length a few seconds later
         return (await outbox.backlog()).dead == 1

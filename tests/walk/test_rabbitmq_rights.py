@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -21,9 +21,9 @@ from outbox.transports.rabbitmq.topology import Names, Topology
 from tests.support.amqp import OFFERED_BEFORE, arrival, channel_to, taken
 from tests.support.broker import VirtualHost
 from tests.support.commands import Command, until
+from tests.support.databases import on_sqlite
 from tests.support.observing import PATIENCE
-
-MakeOutbox = Callable[..., Outbox]
+from tests.support.outboxes import MakeOutbox
 
 SHOP = """
 from outbox import Reject, listen
@@ -52,8 +52,6 @@ async def audit(order: dict, attempt_count: int, routing_key: str) -> None:
 listeners = [bill, ship, audit]
 later = [bill, ship, listen("order.#", queue="audit", retry_delays=(7,))(audit.callback)]
 """
-
-on_sqlite = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import socket
 import subprocess
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,9 @@ from outbox import Listener, Outbox, Reject
 from outbox.cli.exits import ExitCode
 from outbox.core.events import Relayed
 from outbox.testing.servers import RabbitMQ
-from tests.conftest import MakeOutbox
 from tests.support.commands import Command, until
 from tests.support.observing import Recorder, Statements, arrival, eventually
+from tests.support.outboxes import MakeOutbox
 
 BACK_WITHIN = 3 * 5.0  # seconds after the broker's return; 5 are promised
 
@@ -277,7 +278,7 @@ async def test_retries_that_wait_at_the_broker_are_rows_of_their_delays(
         async with outbox.transaction() as session:
             await outbox.emit_many(session, "order.created", range(2))
         for delay in ("600s", "1200s"):
-            await eventually(lambda delay=delay: _counts(outbox, queue=f"{table_name}.delay_{delay}", retrying=2))
+            await eventually(partial(_counts, outbox, queue=f"{table_name}.delay_{delay}", retrying=2))
         rows = {each.queue.removeprefix(f"{table_name}."): each for each in (await outbox.backlog()).queues}
     assert set(rows) == {"usual", "own", "delay_600s", "delay_1200s"}
     assert {row.transport for row in rows.values()} == {"rabbitmq"}

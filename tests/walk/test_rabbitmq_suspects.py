@@ -58,7 +58,7 @@ async def test_suspected_messages_hold_up_no_fresh_ones_and_are_handled_one_afte
     vhost: VirtualHost, table_name: str, max_crashes: int, rights: str, retries: dict[str, Any]
 ) -> None:
     rabbitmq_url = vhost.url
-    options = {"rabbitmq_url": rabbitmq_url, "exchange_name": table_name}
+    options: dict[str, Any] = {"rabbitmq_url": rabbitmq_url, "exchange_name": table_name}
     queue = f"{table_name}.all"
     handled: Counter[int] = Counter()
 
@@ -72,7 +72,8 @@ async def test_suspected_messages_hold_up_no_fresh_ones_and_are_handled_one_afte
     await publish(outbox, range(MESSAGES))
     if rights == "printed":
         provisioned = Topology.of(Names(exchange_name=table_name), [listener], (), way_back=True)
-        await outbox.transport._republisher._declare(provisioned)
+        transport: Any = outbox.transport
+        await transport._republisher._declare(provisioned)
         options["rabbitmq_url"] = url_of_worker(vhost, table_name, listener)
     worker_outbox = Outbox(**options)
     doomed = await asyncio.create_subprocess_exec(
@@ -165,13 +166,14 @@ async def test_a_connection_that_is_lost_during_a_trial_counts_as_no_crash_for_t
     tried = await on_trial(transport, listener, rabbitmq_url)
     wire = await transport._consumer_connection.connection()
     await wire.close()
-    delivery = await asyncio.wait_for(anext(tried.holder._receiver), PATIENCE)
+    holder: Any = tried.holder
+    delivery = await asyncio.wait_for(anext(holder._receiver), PATIENCE)
     assert delivery.attempt.message.id == tried.attempt.message.id
     assert (delivery.attempt.crash_count, delivery.attempt.isolated) == (1, True)
     again = await delivery.start()
     assert again is not None
     assert await again.settle(Done())
-    await tried.holder._receiver.aclose()
+    await holder._receiver.aclose()
     assert await waiting_in(rabbitmq_url, listener.queue) == 0
 
 

@@ -18,8 +18,8 @@ from outbox.core.errors import ConfigurationError
 from outbox.testing.servers import RabbitMQ
 from outbox.transports.rabbitmq import RabbitmqTransport
 from outbox.transports.rabbitmq.management import ManagementAway, see
-from tests.conftest import MakeOutbox
 from tests.support.observing import arrival
+from tests.support.outboxes import MakeOutbox
 
 from .certificates import make_certificates
 
@@ -99,7 +99,8 @@ async def badly_made(certificates: Path, monkeypatch: pytest.MonkeyPatch) -> Asy
         writer.close()
 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(*(certificates / "without key usage" / name for name in ("certificate.pem", "key.pem")))
+    unusable = certificates / "without key usage"
+    context.load_cert_chain(unusable / "certificate.pem", unusable / "key.pem")
     monkeypatch.setattr(ssl, "create_default_context", strict)
     async with await asyncio.start_server(never, "127.0.0.1", 0, ssl=context) as server:
         yield URL(f"amqps://guest:guest@localhost:{server.sockets[0].getsockname()[1]}/")

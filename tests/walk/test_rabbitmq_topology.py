@@ -312,7 +312,7 @@ async def test_the_least_permissions_allow_nothing_beyond_them(vhost: VirtualHos
     ]:
         async with channel_to(url) as channel:
             with pytest.raises(aiormq.exceptions.ChannelAccessRefused):
-                await attempt(channel)  # type: ignore[no-untyped-call]
+                await attempt(channel)
 
 
 async def test_permissions_of_users_that_exist_are_imported_too(

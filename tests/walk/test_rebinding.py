@@ -17,13 +17,14 @@ from outbox.core.events import Advised, Unbound
 from outbox.testing.servers import RabbitMQ
 from outbox.transports.rabbitmq import RabbitmqTransport
 from outbox.transports.rabbitmq.management import management_url_of
-from tests.conftest import MakeOutbox
 from tests.support.broker import VirtualHost
 from tests.support.commands import Command, until
+from tests.support.databases import on_sqlite
+from tests.support.outboxes import MakeOutbox
 
 from .strategies import Watch
 
-pytestmark = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+pytestmark = on_sqlite
 
 MODULE = """
 from outbox import listen

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -30,8 +29,8 @@ from outbox.core.attempt import Reason
 from outbox.core.binding import Binding
 from outbox.core.events import Received
 from tests.support.observing import Recorder, arrival
+from tests.support.outboxes import MakeOutbox
 
-MakeOutbox = Callable[..., Outbox]
 Arrivals = asyncio.Queue[Any]
 
 

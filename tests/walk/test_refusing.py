@@ -14,10 +14,11 @@ from outbox.core.store import CircuitState
 from outbox.core.transport import Published, Refusal
 from outbox.outbound import circuit
 from outbox.outbound.circuit import REFUSALS, REFUSED_FOR
-from tests.conftest import MakeOutbox
 from tests.support.http_sink import HttpSink, status
 from tests.support.observing import Recorder, eventually
-from tests.walk.test_circuits import BATCH, Process, Sink, emit, no, nothing, state, yes
+from tests.support.outboxes import MakeOutbox, emit
+from tests.walk.destinations import Sink, no, nothing, yes
+from tests.walk.rounds import BATCH, Process, state
 
 NOT_FOUND = Refusal("it answered 404 Not Found", permanent=True, unspecific=True)
 
@@ -31,13 +32,13 @@ def invalid(messages: Sequence[Message]) -> Published:
 
 
 async def dead(outbox: Outbox) -> int:
-    return (await outbox.backlog()).dead
+    return (await outbox.backlog()).dead or 0
 
 
 async def refused(outbox: Outbox, count: int = 40) -> Process:
     """A relay whose destination refuses everything, after the rounds that it took to find out."""
     relay = Process(outbox, Sink(not_found))
-    await emit(outbox, count)
+    await emit(outbox, *range(count))
     await relay.round()
     await relay.round()
     return relay
@@ -116,7 +117,7 @@ async def test_other_relays_know_for_how_long_it_was_so_and_that_it_is_over(make
 
 async def test_a_message_that_is_refused_alone_is_dead_at_once(outbox: Outbox) -> None:
     relay = Process(outbox, Sink(not_found))
-    await emit(outbox, 1)
+    await emit(outbox, *range(1))
     assert await relay.round() == 1
     assert await dead(outbox) == 1
     assert await outbox.store.circuits.all() == []
@@ -128,7 +129,7 @@ async def test_refusals_between_which_something_is_taken_open_nothing(outbox: Ou
         return Published(frozenset([messages[0].id]), refused)
 
     relay = Process(outbox, Sink(mostly))
-    await emit(outbox, 40)
+    await emit(outbox, *range(40))
     assert [await relay.round() for _ in range(5)] == [BATCH] * 5
     assert await dead(outbox) == 35
     assert await outbox.store.circuits.all() == []
@@ -136,7 +137,7 @@ async def test_refusals_between_which_something_is_taken_open_nothing(outbox: Ou
 
 async def test_refusals_that_are_about_the_message_open_nothing(outbox: Outbox) -> None:
     relay = Process(outbox, Sink(invalid))
-    await emit(outbox, 40)
+    await emit(outbox, *range(40))
     assert [await relay.round() for _ in range(5)] == [BATCH] * 5
     assert await dead(outbox) == 40
 
@@ -165,7 +166,7 @@ async def test_a_bad_deploy_of_a_receiver_kills_few_messages(
     outbox = make_outbox(transport=sink.url, observers=[recorder], batch_size=100)
     sink.behave(status(code))
     async with outbox.running(relay=True):
-        await emit(outbox, 300)
+        await emit(outbox, *range(300))
         await recorder.wait_for(CircuitOpened, 3)
         sink.behave(status(200))
         await recorder.wait_for(Relayed, 300)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -11,56 +11,14 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from outbox import ConfigurationError, Message, Outbox, TransportMismatch, TransportUnavailable, listen
+from outbox import ConfigurationError, Message, Outbox, TransportMismatch, listen
 from outbox.core.events import Handled, Troubled
-from outbox.core.transport import Features, Published, Refusal, Report, Transport, unreported
+from outbox.core.transport import Published, Refusal
 from outbox.outbound import publishing
 from outbox.transports.memory import MemoryTransport
-from tests.support.observing import Recorder, eventually
-from tests.walk.test_worker import PATIENCE
-
-MakeOutbox = Callable[..., Outbox]
-Answer = Callable[[Sequence[Message]], Published]
-
-
-class Scripted(Transport):
-    """A transport that answers as the test says: one answer for each call, the last one for ever."""
-
-    name = "scripted"
-    features = Features(consumes=False, delays=False, keeps_dead_letters=False)
-
-    def __init__(self, *answers: Any) -> None:
-        self._answers = list(answers)
-        self.calls: list[list[Message]] = []
-        self.called = asyncio.Condition()
-
-    async def publish(self, messages: Sequence[Message], report: Report = unreported) -> Published:
-        async with self.called:
-            self.calls.append(list(messages))
-            self.called.notify_all()
-        answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
-        result = answer(messages)
-        return await result if asyncio.iscoroutine(result) else result
-
-    async def until(self, calls: int) -> None:
-        async with asyncio.timeout(PATIENCE), self.called:
-            await self.called.wait_for(lambda: len(self.calls) >= calls)
-
-
-def confirm(messages: Sequence[Message]) -> Published:
-    return Published(frozenset(message.id for message in messages))
-
-
-def nothing(messages: Sequence[Message]) -> Published:
-    return Published()
-
-
-def away(messages: Sequence[Message]) -> Published:
-    raise TransportUnavailable("nobody answers")
-
-
-def broken(messages: Sequence[Message]) -> Published:
-    raise RuntimeError("a bug in the client library")
+from tests.support.observing import PATIENCE, Recorder, eventually
+from tests.support.outboxes import MakeOutbox, emit
+from tests.walk.destinations import Answer, Scripted, broken, cancelled, nothing, unavailable, yes
 
 
 def refuse(permanent: bool = False) -> Answer:
@@ -68,15 +26,6 @@ def refuse(permanent: bool = False) -> Answer:
         return Published(frozenset(), {message.id: Refusal("no thanks", permanent) for message in messages})
 
     return answer
-
-
-async def cancelled(messages: Sequence[Message]) -> Published:
-    raise asyncio.CancelledError
-
-
-async def emit(outbox: Outbox, *bodies: object) -> None:
-    async with outbox.transaction() as session:
-        await outbox.emit_many(session, "order.created", bodies)
 
 
 async def drained(outbox: Outbox) -> None:
@@ -93,16 +42,16 @@ async def relaying(make_outbox: MakeOutbox, transport: Any, **options: Any) -> A
 
 
 async def test_a_confirmed_message_is_sent_once_and_gone(make_outbox: MakeOutbox) -> None:
-    transport = Scripted(confirm)
+    transport = Scripted(yes)
     async with relaying(make_outbox, transport) as outbox:
         await emit(outbox, 1, 2, 3)
         await drained(outbox)
     assert sorted(message.body for call in transport.calls for message in call) == [b"1", b"2", b"3"]
 
 
-@pytest.mark.parametrize("doubt", [nothing, away, broken, cancelled])
+@pytest.mark.parametrize("doubt", [nothing, unavailable, broken, cancelled])
 async def test_a_message_in_doubt_stays_and_burns_no_attempt(make_outbox: MakeOutbox, doubt: Answer) -> None:
-    transport = Scripted(doubt, doubt, doubt, confirm)
+    transport = Scripted(doubt, doubt, doubt, yes)
     async with relaying(make_outbox, transport, relay_retry_delays=()) as outbox:
         await emit(outbox, 1)
         await transport.until(4)
@@ -115,7 +64,7 @@ async def test_of_a_batch_only_the_confirmed_are_done(make_outbox: MakeOutbox) -
     def every_other(messages: Sequence[Message]) -> Published:
         return Published(frozenset(message.id for message in messages[::2]))
 
-    transport = Scripted(every_other, confirm)
+    transport = Scripted(every_other, yes)
     async with relaying(make_outbox, transport) as outbox:
         await emit(outbox, *range(10))
         await drained(outbox)
@@ -169,7 +118,7 @@ async def test_a_publish_without_an_answer_ends_at_the_deadline(
         await asyncio.sleep(3600)
         raise AssertionError
 
-    transport = Scripted(silent, confirm)
+    transport = Scripted(silent, yes)
     async with relaying(make_outbox, transport) as outbox:
         await emit(outbox, 1)
         await transport.until(2)
@@ -207,7 +156,7 @@ async def test_another_transport_on_the_same_table_is_refused_by_name(make_outbo
     @listen("#", queue="q")
     async def listener(body: object) -> None: ...
 
-    async with make_outbox(transport=Scripted(confirm)).running(relay=True):
+    async with make_outbox(transport=Scripted(yes)).running(relay=True):
         pass
     with pytest.raises(TransportMismatch, match=r"'scripted'.*'database'.*switch-transport database"):
         async with make_outbox().running(listeners=[listener]):
@@ -271,7 +220,7 @@ async def test_while_the_inbox_takes_no_entry_no_listener_is_called_and_no_attem
     async with outbox.running(listeners=[listener]):
         await transport.publish([Message(routing_key="order.created", body=b"1")])
         await eventually(
-            lambda: [told.where for told in watch.of(Troubled) if told.where == "session for q"] or watch.of(Handled)
+            lambda: any(told.where == "session for q" for told in watch.of(Troubled)) or bool(watch.of(Handled))
         )
         assert not watch.of(Handled) and handled.empty()
         await execute(outbox, f"ALTER TABLE {inbox}_away RENAME TO {inbox}")

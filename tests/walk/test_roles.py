@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -20,13 +20,13 @@ from outbox import Listener, Message, Outbox, Reject, TablesMissing, listen
 from outbox.cli.exits import ExitCode
 from outbox.core.events import CircuitClosed, CircuitOpened
 from tests.support.commands import Command, all_dead, until
+from tests.support.databases import on_postgresql
 from tests.support.observing import Recorder
+from tests.support.outboxes import MakeOutbox
 
-from .test_circuits import Sink, nothing, yes
+from .destinations import Sink, nothing, yes
 
-MakeOutbox = Callable[..., Outbox]
-
-pytestmark = pytest.mark.parametrize("database_url", ["postgresql+asyncpg", "postgresql+psycopg"], indirect=True)
+pytestmark = on_postgresql
 
 KINDS = ("producer", "relay", "worker", "operator")
 SECURITY_PAGE = Path(__file__).parents[2] / "docs/operate/security.md"

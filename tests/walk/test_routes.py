@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -22,9 +22,8 @@ from outbox.outbound.publishing import Publisher
 from outbox.testing import drain
 from tests.support.commands import Command
 from tests.support.observing import PATIENCE, Recorder, eventually
-from tests.walk.test_circuits import Sink, nothing, yes
-
-MakeOutbox = Callable[..., Outbox]
+from tests.support.outboxes import MakeOutbox
+from tests.walk.destinations import Sink, nothing, yes
 
 
 class Named(Sink):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -17,10 +16,9 @@ from outbox.outbound.relay import Router
 from outbox.stores import bindings
 from outbox.testing.sql import sql_store
 from outbox.transports.database import DatabaseTransport
-from tests.walk.test_databases import POSTGRESQL
-from tests.walk.test_worker import PATIENCE, emit
-
-MakeOutbox = Callable[..., Outbox]
+from tests.support.databases import on_postgresql
+from tests.support.observing import PATIENCE
+from tests.support.outboxes import MakeOutbox, emit
 
 
 async def test_what_a_router_leases_is_in_the_consumers_hands_at_once(outbox: Outbox) -> None:
@@ -53,7 +51,7 @@ def wanted(transport: DatabaseTransport) -> bool:
         return bool(offer.wanted)
 
 
-@POSTGRESQL
+@on_postgresql
 async def test_a_binding_is_not_added_while_a_router_works_without_it(make_outbox: MakeOutbox, table_name: str) -> None:
     """Whoever has bound a queue gets what is routed from then on: no router may still decide by the old bindings."""
     router, binder, watcher = make_outbox(), make_outbox(), make_outbox()

@@ -20,14 +20,13 @@ from outbox.core.events import Advised, Handled
 from outbox.doctor import examine
 from outbox.owners import service_of
 from outbox.transports.http import HttpTransport
-from tests.conftest import MakeOutbox
 from tests.support.commands import Command
+from tests.support.databases import on_asyncpg, on_sqlite
+from tests.support.outboxes import MakeOutbox, emit
 
-from .strategies import Effects, Watch, emit
+from .strategies import Effects, Watch
 
 ORDERS = 10
-SQLITE = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
-ASYNCPG = pytest.mark.parametrize("database_url", ["postgresql+asyncpg"], indirect=True)
 
 
 def writing(effects: Effects, service: str, batch: int | None = None) -> Listener:
@@ -46,7 +45,7 @@ def writing(effects: Effects, service: str, batch: int | None = None) -> Listene
 # The inbox.
 
 
-@ASYNCPG
+@on_asyncpg
 @pytest.mark.parametrize("batch", [None, 5], ids=["single", "list"])
 async def test_services_with_prefixes_of_their_own_each_get_every_message(
     make_outbox: MakeOutbox, watch: Watch, effects: Effects, rabbitmq_url: str, batch: int | None
@@ -65,7 +64,7 @@ async def test_services_with_prefixes_of_their_own_each_get_every_message(
     assert sorted(await effects.all()) == ["billing"] * ORDERS + ["shipping"] * ORDERS
 
 
-@ASYNCPG
+@on_asyncpg
 async def test_what_was_handled_under_the_short_name_is_not_handled_again(
     make_outbox: MakeOutbox, watch: Watch, effects: Effects, rabbitmq_url: str
 ) -> None:
@@ -112,7 +111,7 @@ async def test_a_worker_that_serves_a_queue_of_another_service_says_so(make_outb
     assert watches[3].of(Advised) == []
 
 
-@SQLITE
+@on_sqlite
 async def test_a_queue_that_is_released_belongs_to_the_next_service(
     make_outbox: MakeOutbox, command: Command, watch: Watch
 ) -> None:
@@ -128,7 +127,7 @@ async def test_a_queue_that_is_released_belongs_to_the_next_service(
     assert (await command.run("queues", "release", "unknown")).code == ExitCode.WRONG
 
 
-@ASYNCPG
+@on_asyncpg
 async def test_with_a_prefix_it_is_the_brokers_queue_that_belongs_to_a_service(
     make_outbox: MakeOutbox, watch: Watch, rabbitmq_url: str
 ) -> None:
@@ -145,7 +144,7 @@ async def test_with_a_prefix_it_is_the_brokers_queue_that_belongs_to_a_service(
     assert owners[""].startswith("amqp://") and "@" not in owners[""]
 
 
-@SQLITE
+@on_sqlite
 async def test_stored_first_two_prefixes_share_a_queue_of_the_database_and_the_second_says_so(
     make_outbox: MakeOutbox, watch: Watch, rabbitmq_url: str
 ) -> None:
@@ -171,7 +170,7 @@ async def test_a_worker_without_a_database_records_nothing(rabbitmq_url: str, wa
 async def publish(message: Message) -> None: ...
 
 
-@SQLITE
+@on_sqlite
 async def test_another_address_of_the_same_transport_is_told_and_may_be_switched_to(
     make_outbox: MakeOutbox, command: Command
 ) -> None:
@@ -203,7 +202,7 @@ async def test_another_address_of_the_same_transport_is_told_and_may_be_switched
     assert await outboxes[3].store.owners.all() == {"": "https://other.example.com/events"}
 
 
-@SQLITE
+@on_sqlite
 async def test_two_functions_are_told_apart_by_module_and_name(make_outbox: MakeOutbox) -> None:
     watches = [Watch(), Watch()]
 
@@ -224,7 +223,7 @@ def sending(package: str) -> Callable[[Message], Awaitable[None]]:
     return send
 
 
-@SQLITE
+@on_sqlite
 @pytest.mark.parametrize(
     ("first", "second", "name"),
     [
@@ -261,7 +260,7 @@ async def test_another_address_of_a_route_is_told_and_the_route_may_be_released(
     assert watches[3].of(Advised) == []
 
 
-@SQLITE
+@on_sqlite
 async def test_doctor_finds_a_queue_of_another_service(make_outbox: MakeOutbox) -> None:
     outbox = make_outbox()
     async with outbox.running(listeners=[named("billing")]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -17,11 +17,10 @@ from sqlalchemy.orm import Session, sessionmaker
 from outbox import Listener, listen
 from outbox.core.attempt import Dead, Done
 from outbox.core.events import Conflicted, LeaseWasLost
-from tests.conftest import MakeOutbox
+from tests.support.databases import on_asyncpg
+from tests.support.outboxes import MakeOutbox, emit
 
-from .strategies import Effects, Watch, emit
-
-ASYNCPG = pytest.mark.parametrize("database_url", ["postgresql+asyncpg"], indirect=True)
+from .strategies import Effects, Watch
 
 LEASE = 1.5  # seconds: it is renewed at a third
 LONG = 0.7  # seconds that a listener takes: the lease would be renewed meanwhile, and has not run out
@@ -34,9 +33,11 @@ class Long:
     def __init__(self, effects: Effects, kind: str, **options: Any) -> None:
         self._effects = effects
         self.runs = 0
-        callback = {"async": self._awaited, "plain": self._plain, "list": self._many}[kind]
+        callbacks: dict[str, Callable[..., Any]] = {"async": self._awaited, "plain": self._plain, "list": self._many}
         batch = 10 if kind == "list" else None
-        self.listener = Listener("#", callback, queue="q", retry_delays=(), timeout=LIMIT, batch=batch, **options)
+        self.listener = Listener(
+            "#", callbacks[kind], queue="q", retry_delays=(), timeout=LIMIT, batch=batch, **options
+        )
 
     async def _awaited(self, body: int, session: AsyncSession) -> None:
         await self._many([body], session)
@@ -55,7 +56,7 @@ class Long:
         session.execute(self._effects.write(str(body)))
 
 
-@ASYNCPG
+@on_asyncpg
 @pytest.mark.parametrize(
     "kind, level", [("async", "REPEATABLE READ"), ("plain", "SERIALIZABLE"), ("list", "repeatable_read")]
 )
@@ -106,7 +107,7 @@ async def test_the_same_where_it_is_the_default(
     assert sorted(await effects.all()) == ["1", "2", "3"]
 
 
-@ASYNCPG
+@on_asyncpg
 async def test_its_lease_lasts_for_its_timeout_and_the_grace_and_others_are_renewed_meanwhile(
     make_outbox: MakeOutbox, watch: Watch, effects: Effects
 ) -> None:
@@ -136,7 +137,7 @@ async def test_its_lease_lasts_for_its_timeout_and_the_grace_and_others_are_rene
     assert leases[-2][0] == own and leases[-2][1] > others
 
 
-@ASYNCPG
+@on_asyncpg
 async def test_what_on_error_writes_in_such_a_transaction_commits_with_the_end_of_the_attempt(
     make_outbox: MakeOutbox, watch: Watch, effects: Effects, database_url: str
 ) -> None:
@@ -231,7 +232,7 @@ async def test_a_plain_session_that_reads_when_it_begins_does_not_either(
     assert (long.runs, watch.of(Conflicted), watch.of(LeaseWasLost)) == (1, [], [])
 
 
-@ASYNCPG
+@on_asyncpg
 async def test_an_on_error_whose_session_reads_when_it_begins_does_not_either(
     make_outbox: MakeOutbox, watch: Watch, effects: Effects, database_url: str
 ) -> None:
@@ -261,7 +262,7 @@ async def test_an_on_error_whose_session_reads_when_it_begins_does_not_either(
     assert (await effects.all(), watch.of(Conflicted)) == (["noted"], [])
 
 
-@ASYNCPG
+@on_asyncpg
 async def test_where_sessions_read_when_they_begin_only_the_first_is_begun_twice(
     make_outbox: MakeOutbox, watch: Watch, effects: Effects, database_url: str
 ) -> None:
@@ -283,7 +284,7 @@ async def test_where_sessions_read_when_they_begin_only_the_first_is_begun_twice
     assert len(begun) == 2
 
 
-@ASYNCPG
+@on_asyncpg
 async def test_a_listener_that_reads_anew_with_each_statement_costs_no_further_statement(
     make_outbox: MakeOutbox, watch: Watch, database_url: str
 ) -> None:
@@ -305,7 +306,7 @@ async def test_a_listener_that_reads_anew_with_each_statement_costs_no_further_s
     assert [statement.split()[0] for statement in statements] == ["INSERT", "SELECT", "DELETE"]
 
 
-@ASYNCPG
+@on_asyncpg
 async def test_a_listener_that_sets_its_isolation_by_a_statement_is_told_how_to(
     make_outbox: MakeOutbox, watch: Watch
 ) -> None:

@@ -14,10 +14,11 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from outbox import Binding, DatabaseReplaced, Listener, Outbox
 from outbox.core.events import Failed, LeaseWasLost
 from outbox.core.store import Selection
-from tests.conftest import MakeOutbox
+from tests.support.databases import on_sqlite
 from tests.support.observing import PATIENCE, Recorder, let_leases_run_out
+from tests.support.outboxes import MakeOutbox
 
-pytestmark = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+pytestmark = on_sqlite
 
 MANY = 24  # listeners that wait for each other
 EACH, LEASE = 0.12, 1.5  # seconds: all of them together take longer than a lease

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -22,8 +21,8 @@ from outbox.testing.draining import drain
 from outbox.transports.memory import MemoryDelivery, MemoryTransport
 from tests.support.commands import Command
 from tests.support.observing import Recorder, arrival, eventually, let_leases_run_out
+from tests.support.outboxes import MakeOutbox
 
-MakeOutbox = Callable[..., Outbox]
 Arrivals = asyncio.Queue[Any]
 
 UNSTORABLE = "lone surrogate: \ud800"
@@ -372,7 +371,7 @@ async def test_what_is_not_stored_when_the_worker_stops_goes_back_to_the_broker(
     await outbox.create_tables()
     await transport.declare([listener])
     await transport.publish([order(1), order(2)])
-    outbox.store.queues.receive = _never  # type: ignore[method-assign]
+    outbox.store.queues.receive = _never  # type: ignore[assignment, method-assign]
     async with outbox.running(listeners=[listener]):
         await eventually(lambda: len(recorder.of(Troubled)) > 2 or recorder.of(Received))
         assert transport.waiting() == 0, "they are in the worker's hands"

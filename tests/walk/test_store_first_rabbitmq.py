@@ -14,15 +14,13 @@ import pytest
 from outbox import Listener, Message, Outbox
 from outbox.core.attempt import Reason
 from outbox.core.events import Received, Relayed
-from tests.conftest import MakeOutbox
 from tests.support.amqp import channel_to
 from tests.support.broker import VirtualHost
 from tests.support.commands import Command
+from tests.support.databases import on_asyncpg, on_both_stores
 from tests.support.observing import Recorder, arrival, eventually, let_leases_run_out
+from tests.support.outboxes import MakeOutbox
 from tests.walk.shops import SOON, Shop, effects, emptied
-
-two_databases = pytest.mark.parametrize("database_url", ["sqlite", "postgresql+asyncpg"], indirect=True)
-one_database = pytest.mark.parametrize("database_url", ["postgresql+asyncpg"], indirect=True)
 
 FEW = 40
 MOMENTS = [
@@ -83,7 +81,7 @@ async def once_each(outbox: Outbox, shop: Shop, count: int = FEW) -> None:
     assert await outbox.store.dead_letters.list() == []
 
 
-@two_databases
+@on_both_stores
 @pytest.mark.parametrize("moment", MOMENTS)
 async def test_a_worker_killed_between_storing_acknowledging_and_handling_loses_nothing_and_repeats_no_effect(
     moment: str, outbox: Outbox, shipping: Shop
@@ -96,7 +94,7 @@ async def test_a_worker_killed_between_storing_acknowledging_and_handling_loses_
     await once_each(outbox, shipping)
 
 
-@two_databases
+@on_both_stores
 async def test_what_was_acknowledged_and_not_handled_is_handled_by_the_next_worker(
     outbox: Outbox, shipping: Shop, vhost: VirtualHost
 ) -> None:
@@ -111,7 +109,7 @@ async def test_what_was_acknowledged_and_not_handled_is_handled_by_the_next_work
     await once_each(outbox, shipping)
 
 
-@one_database
+@on_asyncpg
 async def test_a_stored_message_that_kills_every_worker_is_dead_and_condemns_no_other(
     outbox: Outbox, shipping: Shop
 ) -> None:
@@ -129,7 +127,7 @@ async def test_a_stored_message_that_kills_every_worker_is_dead_and_condemns_no_
     assert await effects(outbox, shipping) == Counter(dict.fromkeys((0, 1, 2, 4), 1))
 
 
-@two_databases
+@on_both_stores
 async def test_work_goes_on_after_every_connection_to_the_broker_was_closed(
     outbox: Outbox, shipping: Shop, vhost: VirtualHost
 ) -> None:
@@ -140,7 +138,7 @@ async def test_work_goes_on_after_every_connection_to_the_broker_was_closed(
     await once_each(outbox, shipping)
 
 
-@two_databases
+@on_both_stores
 async def test_a_relay_never_publishes_what_was_stored_first(
     outbox: Outbox, make_outbox: MakeOutbox, vhost: VirtualHost
 ) -> None:
@@ -171,7 +169,7 @@ async def test_a_relay_never_publishes_what_was_stored_first(
     assert sum(event.stored for event in recorder.of(Received)) == FEW + 2
 
 
-@one_database
+@on_asyncpg
 async def test_dead_letters_of_stored_messages_are_listed_shown_and_replayed_by_the_commands(
     outbox: Outbox, make_outbox: MakeOutbox, vhost: VirtualHost, command: Command
 ) -> None:
@@ -200,7 +198,7 @@ async def test_dead_letters_of_stored_messages_are_listed_shown_and_replayed_by_
         assert await arrival(handled) == 0
 
 
-@one_database
+@on_asyncpg
 async def test_a_message_of_another_sender_is_stored_with_its_own_id(
     make_outbox: MakeOutbox, vhost: VirtualHost
 ) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from datetime import timedelta
+from typing import Any
 
 import psycopg
 import pytest
@@ -17,14 +18,13 @@ from outbox import NEVER, ConfigurationError, Message, Outbox, listen
 from outbox.core.attempt import Dead, Done, RetryIn
 from outbox.core.events import Conflicted, Handled
 from outbox.inbound import reruns
+from tests.support.databases import on_postgresql
 from tests.support.observing import PATIENCE
+from tests.support.outboxes import MakeOutbox, emit
 
-from .strategies import Effects, Watch, emit, reached
+from .strategies import Effects, Watch, reached
 
-MakeOutbox = Callable[..., Outbox]
-
-LIMIT = 3.0  # seconds that one listener exceeds and the next one does not, whatever holds the machine up
-POSTGRESQL = pytest.mark.parametrize("database_url", ["postgresql+asyncpg", "postgresql+psycopg"], indirect=True)
+SHORT, LIMIT = 1.0, 3.0  # seconds that one listener exceeds, and that the next one does not, whatever holds it up
 
 
 @pytest.fixture(params=[None, "memory://"], ids=["database", "memory"])
@@ -49,7 +49,8 @@ async def test_a_timeout_may_depend_on_the_message(
     outbox = make_outbox(transport=transport, observers=[watch])
 
     def patience(message: Message) -> float | timedelta | None:
-        return {"hasty": 0.05, "patient": timedelta(minutes=5)}.get(message.key or "")
+        limits: dict[str, float | timedelta] = {"hasty": 0.05, "patient": timedelta(minutes=5)}
+        return limits.get(message.key or "")
 
     @listen("#", queue="q", timeout=patience, retry_delays=())
     async def listener(body: int) -> None:
@@ -89,7 +90,7 @@ async def test_a_limit_beyond_the_lease_is_refused_for_one_message_too(make_outb
     assert isinstance(outcome, Dead) and "timeout=20 s is not shorter than its lease of 10 s" in outcome.error
 
 
-@POSTGRESQL
+@on_postgresql
 async def test_a_statement_that_outlasts_the_timeout_ends_on_the_server_and_its_connection_with_it(
     make_outbox: MakeOutbox, watch: Watch, effects: Effects, transport: str | None, database_url: str
 ) -> None:
@@ -97,7 +98,7 @@ async def test_a_statement_that_outlasts_the_timeout_ends_on_the_server_and_its_
     mark = f"zombie {effects.table.name}"
     connections: list[int] = []
 
-    @listen("#", queue="q", timeout=lambda message: LIMIT, retry_delays=(0,))
+    @listen("#", queue="q", timeout=lambda message: LIMIT if connections else 2 * SHORT, retry_delays=(0,))
     async def listener(body: int, session: AsyncSession, attempt_count: int) -> None:
         await session.execute(effects.write(f"attempt {attempt_count}"))
         connections.append(await session.scalar(text("SELECT pg_backend_pid()")) or 0)
@@ -124,7 +125,7 @@ async def test_a_listener_that_heeds_no_timeout_cannot_write_past_it(
     left_behind: list[asyncio.Task[None]] = []
     over = asyncio.Event()
 
-    @listen("#", queue="q", timeout=LIMIT, retry_delays=(0,))
+    @listen("#", queue="q", timeout=lambda message: LIMIT if left_behind else 2 * SHORT, retry_delays=(0,))
     async def listener(body: int, session: AsyncSession, attempt_count: int) -> None:
         async def zombie() -> None:
             await reached(over)
@@ -160,10 +161,13 @@ async def test_a_thread_that_outlasts_its_timeout_keeps_its_place_and_commits_no
     outbox = make_outbox(transport=transport, observers=[watch])
     seen: list[str] = []
 
-    @listen("#", queue="q", timeout=lambda message: LIMIT, retry_delays=(), concurrency=1)
+    def patience(message: Message) -> float:
+        return SHORT if message.body == b"1" else LIMIT
+
+    @listen("#", queue="q", timeout=patience, retry_delays=(), concurrency=1)
     def listener(body: int, session: Session) -> None:
         if body == 1:
-            time.sleep(2 * LIMIT)  # SQLite: nobody can write how it ended before it lets go of the file
+            time.sleep(2 * SHORT)  # SQLite: nobody can write how it ended before it lets go of the file
         session.execute(effects.write(f"order {body}"))
         seen.append(f"end of {body}")
 
@@ -178,7 +182,7 @@ async def test_a_thread_that_outlasts_its_timeout_keeps_its_place_and_commits_no
 # Isolation.
 
 
-@POSTGRESQL
+@on_postgresql
 async def test_an_isolation_level_may_depend_on_the_message(
     make_outbox: MakeOutbox, watch: Watch, transport: str | None
 ) -> None:
@@ -257,7 +261,7 @@ async def test_transactions_that_collide_are_run_again_and_burn_no_attempt(
         assert len(watch.of(Conflicted)) > len([each for each in watch.of(Handled) if each.error is not None])
 
 
-@POSTGRESQL
+@on_postgresql
 async def test_collisions_have_a_count_of_their_own_and_then_the_attempt_has_failed(
     make_outbox: MakeOutbox, watch: Watch, effects: Effects, transport: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -282,7 +286,7 @@ async def test_collisions_have_a_count_of_their_own_and_then_the_attempt_has_fai
     assert await effects.all() == ["run 5"]
 
 
-@POSTGRESQL
+@on_postgresql
 async def test_a_list_that_collides_is_run_again_with_bodies_of_its_own(
     make_outbox: MakeOutbox, watch: Watch, effects: Effects, transport: str | None
 ) -> None:
@@ -306,7 +310,7 @@ async def test_a_list_that_collides_is_run_again_with_bodies_of_its_own(
     assert await effects.all() == ["once"] * 3
 
 
-@POSTGRESQL
+@on_postgresql
 async def test_a_copy_that_collides_with_the_inbox_entry_of_another_skips(
     make_outbox: MakeOutbox, watch: Watch, effects: Effects
 ) -> None:
@@ -373,7 +377,7 @@ async def other_role(outbox: Outbox, effects: Effects, database_url: str, table_
     await asyncio.to_thread(on_server, database_url, f"DROP OWNED BY {role}; DROP ROLE {role}")
 
 
-@POSTGRESQL
+@on_postgresql
 async def test_some_messages_may_be_handled_as_another_role_with_just_the_rights_it_needs(
     make_outbox: MakeOutbox, watch: Watch, effects: Effects, transport: str | None, other_role: str
 ) -> None:
@@ -381,7 +385,7 @@ async def test_some_messages_may_be_handled_as_another_role_with_just_the_rights
     engine = create_async_engine(other_role)
     users: dict[str, str] = {}
 
-    def factory(message: Message) -> object:
+    def factory(message: Message) -> Any:
         return {"url": other_role, "maker": async_sessionmaker(engine)}.get(message.key or "")
 
     @listen("#", queue="q", session_factory=factory, retry_delays=())
@@ -411,7 +415,7 @@ async def test_some_messages_may_be_handled_as_another_role_with_just_the_rights
     assert sorted(await effects.all()) == ["maker", "url", "usual"]
 
 
-@POSTGRESQL
+@on_postgresql
 async def test_another_role_needs_other_rights_where_messages_are_kept(
     make_outbox: MakeOutbox, watch: Watch, other_role: str, database_url: str
 ) -> None:
@@ -429,7 +433,7 @@ async def test_another_role_needs_other_rights_where_messages_are_kept(
         assert await watch.outcomes(1) == [Done(in_transaction=True)]
 
 
-@POSTGRESQL
+@on_postgresql
 async def test_engines_that_were_made_for_a_listener_are_closed_with_the_outbox(
     make_outbox: MakeOutbox, watch: Watch, other_role: str, database_url: str
 ) -> None:
@@ -480,7 +484,7 @@ async def test_a_factory_that_gives_the_wrong_thing_is_a_failed_attempt(
 ) -> None:
     outbox = make_outbox(observers=[watch])
 
-    @listen("#", queue="q", session_factory=lambda: "no session", retry_delays=())
+    @listen("#", queue="q", session_factory=lambda: "no session", retry_delays=())  # type: ignore[arg-type]
     async def listener(body: int, session: AsyncSession) -> None: ...
 
     await emit(outbox, 1)
@@ -492,7 +496,7 @@ async def test_a_factory_that_gives_the_wrong_thing_is_a_failed_attempt(
 
 @pytest.mark.parametrize("options", [{"isolation_level": "SERIALIZABLE"}, {"session_factory": "sqlite:///x.db"}])
 async def test_options_of_a_session_that_nobody_asks_for_are_refused(
-    make_outbox: MakeOutbox, database_url: str, options: dict[str, str]
+    make_outbox: MakeOutbox, database_url: str, options: dict[str, Any]
 ) -> None:
     outbox = make_outbox()
 
@@ -503,7 +507,7 @@ async def test_options_of_a_session_that_nobody_asks_for_are_refused(
         await outbox.worker([listener])
 
 
-@POSTGRESQL
+@on_postgresql
 async def test_a_factory_for_another_kind_of_database_is_refused(make_outbox: MakeOutbox) -> None:
     outbox = make_outbox()
 

@@ -63,7 +63,8 @@ async def listening(url: URL, table_name: str) -> AsyncIterator[Listening]:
     await consumer.create_tables()
     store = consumer.store
     assert isinstance(store, PostgresqlStore)
-    await store.runner.apply(lambda connection: store.wakeup.notifier._say_asleep(connection, 3600))
+    notifier: Any = store.wakeup.notifier
+    await store.runner.apply(lambda connection: notifier._say_asleep(connection, 3600))
     async with await psycopg.AsyncConnection.connect(
         url.render_as_string(hide_password=False), autocommit=True
     ) as connection:
@@ -91,7 +92,7 @@ async def test_a_commit_without_an_event_loop_is_notified_after_it(
 ) -> None:
     """From one connection of its own, which is closed together with the outbox and made again after it was lost."""
     engine = create_engine(url.set(drivername="postgresql+psycopg"))
-    options = {name: url.set(drivername=driver) for name, driver in CONFIGURED[configured].items()}
+    options: dict[str, Any] = {name: url.set(drivername=driver) for name, driver in CONFIGURED[configured].items()}
     if "db_engine" in options:
         options["db_engine"] = engine
     producer = Outbox(table_name=table_name, **options)
@@ -169,7 +170,12 @@ async def test_a_worker_is_woken_long_before_its_next_poll(url: URL, table_name:
     async with consumer.running(listeners=[on_order]):
         state = text(f"SELECT count(*) FROM {table_name}_state WHERE asleep_until > now()")
         with engine.connect() as connection:
-            await eventually(lambda: connection.scalar(state) and not connection.rollback())
+
+            def asleep() -> bool:
+                with connection.begin():
+                    return bool(connection.scalar(state))
+
+            await eventually(asleep)
         await asyncio.to_thread(emit, producer, engine)
         assert await arrival(arrivals) == 1
     await producer.close()

@@ -19,8 +19,8 @@ from outbox.core.attempt import Dead, Done, RetryIn
 from outbox.core.events import LeaseWasLost
 from outbox.inbound import inbox
 from outbox.testing import emitted
-from tests.conftest import MakeOutbox
-from tests.walk.strategies import Watch, emit
+from tests.support.outboxes import MakeOutbox, emit
+from tests.walk.strategies import Watch
 
 
 @pytest.fixture
@@ -454,5 +454,6 @@ async def test_a_listener_cannot_write_on_a_second_connection_of_its_session(
         outcomes = await watch.outcomes(2)
     await second.dispose()
     assert [type(outcome) for outcome in outcomes] == [RetryIn, Dead]
+    assert isinstance(outcomes[1], Dead)
     assert "two connections" in outcomes[1].error
     assert await count(engine, orders.name) == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -35,12 +34,9 @@ from outbox.core.transport import Features
 from outbox.sqlite import prepare
 from outbox.testing import Drained, Emission, NotDrained, advance, drain, emitted, emitted_sync
 from outbox.transports.memory import MemoryTransport
-from tests.support.databases import url_on
+from tests.support.databases import DATABASES, url_on
 from tests.support.observing import Recorder
-
-from ..conftest import DATABASES
-
-MakeOutbox = Callable[..., Outbox]
+from tests.support.outboxes import MakeOutbox
 
 MINUTE = timedelta(minutes=1)
 QUICKLY = 30.0  # seconds, on a machine that may stall: less than any delay, and than any wait for a database
@@ -406,8 +402,8 @@ async def test_a_listener_that_never_ends_is_given_up_and_its_message_stays(outb
             await asyncio.Event().wait()
 
     await emit(outbox, "order.created", 1)
-    with pytest.raises(NotDrained, match="the listener of 'q' did not end within 5 s"):
-        await drain(outbox, [wait], within=5)
+    with pytest.raises(NotDrained, match="the listener of 'q' did not end within 2 s"):
+        await drain(outbox, [wait], within=2)
     stuck = False
     assert await drain(outbox, [wait]) == Drained(handled=1)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import timedelta
 
 from sqlalchemy import text
@@ -14,10 +13,9 @@ from outbox.core.events import Handled, LeaseWasLost
 from outbox.testing import Drained, drain
 from outbox.testing.sources import StoreSource
 from outbox.testing.sql import sql_store
+from tests.support.outboxes import MakeOutbox, emit
 
-from .strategies import Effects, Watch, emit
-
-MakeOutbox = Callable[..., Outbox]
+from .strategies import Effects, Watch
 
 
 async def test_on_error_commits_together_with_the_end_of_the_attempt(
@@ -72,6 +70,7 @@ async def test_a_second_outcome_changes_nothing(outbox: Outbox, listener: Listen
         outbox, [Listener("nothing", lambda body: None, queue="another")]
     )  # routes the message, and handles it not
     async with StoreSource(sql_store(outbox.store)).taken(listener) as delivery:
+        assert delivery is not None
         first = delivery.settle(RetryIn(timedelta(hours=1), "not now"))
         second = delivery.settle(Done())
         assert second.cancelled() and not first.done()

@@ -29,11 +29,9 @@ from outbox import Message, NotAtomicWarning, Outbox, TransactionError, listen
 from outbox.adapters import sync_url
 from outbox.core.events import Handled, HookFailed, Received
 from outbox.sqlite import prepare
-from tests.conftest import MakeOutbox
+from tests.support.databases import on_asyncpg, on_sqlite
 from tests.support.observing import Recorder
-
-on_postgresql = pytest.mark.parametrize("database_url", ["postgresql+asyncpg"], indirect=True)
-on_sqlite = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+from tests.support.outboxes import MakeOutbox
 
 
 class Failure(Exception):
@@ -408,7 +406,7 @@ async def test_a_task_that_is_started_inside_has_a_transaction_of_its_own(shop: 
     assert await shop.kept(2)
 
 
-@on_postgresql  # a file takes one writer
+@on_asyncpg  # a file takes one writer
 async def test_functions_of_two_outboxes_do_not_share_a_transaction(
     shop: Shop, make_outbox: MakeOutbox, table_name: str
 ) -> None:

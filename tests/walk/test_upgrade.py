@@ -22,8 +22,8 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from outbox import NEVER, Binding, Listener, Message, Outbox, Reason
 from outbox.core.events import Handled, Relayed
 from outbox.transports.http import HttpTransport
-from tests.conftest import DATABASES
 from tests.support.broker import VirtualHost
+from tests.support.databases import DATABASES
 from tests.support.http_sink import HttpSink
 from tests.support.observing import Recorder, eventually
 

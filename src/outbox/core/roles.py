@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from datetime import timedelta
+from enum import Enum, auto
 from typing import Any, Protocol
 
 from sqlalchemy import Connection, Executable
@@ -28,6 +29,13 @@ class Difference:
     what: str  # one line
     mend: str  # the SQL; differences that are mended together have the same
     breaks: bool  # statements fail, or promises; otherwise things are only slower than they could be
+
+
+class Setback(Enum):
+    """What stops a transaction whose statements are not to blame."""
+
+    CONFLICT = auto()  # it did not fit between others (serialization failure, deadlock, lock): run again, it may well
+    READ_ONLY = auto()  # the server takes no writes at all, as a replica
 
 
 class Writing(Protocol):
@@ -77,11 +85,8 @@ class CallerTransactions(Protocol):
         """Whether a lease can be renewed while its listener's own transaction is open."""
         ...
 
-    def is_conflict(self, error: BaseException) -> bool:
-        """Whether the database could not fit a transaction between others: run again, it may well succeed.
-
-        A serialization failure, a deadlock, a lock that somebody holds; of the error or of what it was raised from.
-        """
+    def setback(self, error: BaseException) -> Setback | None:
+        """What stopped a transaction whose statements are not to blame; of the error or of what it was raised from."""
         ...
 
     def keeps_snapshot(self, connection: Connection) -> bool:
@@ -268,10 +273,6 @@ class Inspection(Protocol):
 
     async def claimable(self) -> list[Claimable]:
         """What lies for each destination and could be claimed, and what is held."""
-        ...
-
-    def is_read_only(self, error: BaseException) -> bool:
-        """Whether the server takes no writes at all, as a replica; of the error or of what it was raised from."""
         ...
 
     async def examine(self) -> Examination:

@@ -12,6 +12,7 @@ from sqlalchemy.exc import DBAPIError
 from outbox.core.durations import Retention, in_words
 from outbox.core.errors import LeaseLost, MessageIdInvalid, Undecodable
 from outbox.core.message import Message, check_message_ids
+from outbox.core.roles import Setback
 from outbox.core.store import Store
 from outbox.core.transport import Delivery
 
@@ -114,6 +115,6 @@ class Inbox:
         try:
             yield
         except Exception as error:
-            if self._store.transactions.is_conflict(error):
+            if self._store.transactions.setback(error) is Setback.CONFLICT:
                 raise  # a copy was handled since this transaction's snapshot: the next run sees it
             raise NotStarted(f"no inbox for {queue}") from error

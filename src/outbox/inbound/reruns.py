@@ -8,6 +8,7 @@ from datetime import timedelta
 
 from outbox.core.backoff import DATABASE, Outage
 from outbox.core.events import Conflicted, Observer
+from outbox.core.roles import Setback
 from outbox.core.store import Store
 from outbox.core.transport import Delivery
 from outbox.inbound.inbox import NotStarted
@@ -54,7 +55,8 @@ class Rerun:
         reruns = self._reruns
         if isinstance(error, SnapshotTaken):
             return True  # the next run renews the leases first
-        if not isinstance(error, NotStarted) and reruns.store.inspection.is_read_only(error):
+        setback = None if isinstance(error, NotStarted) else reruns.store.transactions.setback(error)
+        if setback is Setback.READ_ONLY:
             raise NotStarted(f"no database that may be written for {reruns.queue}") from error
         if isinstance(error, ConnectionLost):
             self._losses += 1
@@ -63,7 +65,7 @@ class Rerun:
             pause = _rerun_pause(self._losses)
             reruns.outage.struck(error.error, pause)
         else:
-            if isinstance(error, NotStarted) or not reruns.store.transactions.is_conflict(error):
+            if setback is None:
                 return False
             self._conflicts += 1
             if self._conflicts == RUNS:

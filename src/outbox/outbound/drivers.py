@@ -98,6 +98,18 @@ class DriverTransaction(CallersTransaction):
         """Nothing: the next look at the table finds what was written."""
 
 
+def _run(cursor: Any, text: str, rows: Sequence[Parameters]) -> int:
+    """Execute a statement on a cursor of PEP 249, several rows as one batch."""
+    cursor.executemany(text, rows) if len(rows) > 1 else cursor.execute(text, rows[0])
+    return int(cursor.rowcount)
+
+
+async def _run_awaited(cursor: Any, text: str, rows: Sequence[Parameters]) -> int:
+    """The same on a cursor whose methods are awaited."""
+    await (cursor.executemany(text, rows) if len(rows) > 1 else cursor.execute(text, rows[0]))
+    return int(cursor.rowcount)
+
+
 class AsyncpgTransaction(DriverTransaction):
     types = ("asyncpg.connection.Connection", "asyncpg.pool.PoolConnectionProxy")
     needs_loop = True
@@ -129,7 +141,7 @@ class PsycopgTransaction(DriverTransaction):
     def execute(self, text: str, rows: Sequence[Parameters]) -> int:
         # Not connection.cursor(): its class is the caller's choice, and some of them read other placeholders.
         with sys.modules["psycopg"].Cursor(self.connection) as cursor:
-            cursor.executemany(text, rows) if len(rows) > 1 else cursor.execute(text, rows[0])
+            _run(cursor, text, rows)
             if cursor.rowcount < 0:  # a pipeline of the caller's answers when one within it ends
                 with self.connection.pipeline():
                     pass
@@ -159,7 +171,7 @@ class AsyncPsycopgTransaction(PsycopgTransaction):
 
     async def _work(self, text: str, rows: Sequence[Parameters]) -> int:
         async with sys.modules["psycopg"].AsyncCursor(self.connection) as cursor:
-            await (cursor.executemany(text, rows) if len(rows) > 1 else cursor.execute(text, rows[0]))
+            await _run_awaited(cursor, text, rows)
             if cursor.rowcount < 0:
                 async with self.connection.pipeline():
                     pass
@@ -178,8 +190,7 @@ class SqliteTransaction(DriverTransaction):
 
     def execute(self, text: str, rows: Sequence[Parameters]) -> int:
         with closing(self.connection.cursor()) as cursor:
-            cursor.executemany(text, rows) if len(rows) > 1 else cursor.execute(text, rows[0])
-            return int(cursor.rowcount)
+            return _run(cursor, text, rows)
 
 
 class AiosqliteTransaction(SqliteTransaction):
@@ -229,8 +240,7 @@ class PymysqlTransaction(MysqlTransaction):
     def execute(self, text: str, rows: Sequence[Parameters]) -> int:
         # Not connection.cursor(): its class is the caller's choice, and some of them hold their results back.
         with sys.modules["pymysql.cursors"].Cursor(self.connection) as cursor:
-            cursor.executemany(text, rows) if len(rows) > 1 else cursor.execute(text, rows[0])
-            return int(cursor.rowcount)
+            return _run(cursor, text, rows)
 
 
 class AsyncmyTransaction(MysqlTransaction):
@@ -247,8 +257,7 @@ class AsyncmyTransaction(MysqlTransaction):
 
         async def work() -> int:
             async with self.connection.cursor(sys.modules["asyncmy.cursors"].Cursor) as cursor:
-                await (cursor.executemany(text, rows) if len(rows) > 1 else cursor.execute(text, rows[0]))
-                return int(cursor.rowcount)
+                return await _run_awaited(cursor, text, rows)
 
         return await_only(work())
 
@@ -273,8 +282,7 @@ class MysqlclientTransaction(MysqlTransaction):
 
     def execute(self, text: str, rows: Sequence[Parameters]) -> int:
         with self._cursor() as cursor:
-            cursor.executemany(text, rows) if len(rows) > 1 else cursor.execute(text, rows[0])
-            return int(cursor.rowcount)
+            return _run(cursor, text, rows)
 
     def _cursor(self) -> Any:
         return sys.modules["MySQLdb.cursors"].Cursor(self.connection)
@@ -305,8 +313,7 @@ class DjangoTransaction(DriverTransaction):
 
     def execute(self, text: str, rows: Sequence[Parameters]) -> int:
         with self.connection.cursor() as cursor:
-            cursor.executemany(text, rows) if len(rows) > 1 else cursor.execute(text, rows[0])
-            return int(cursor.rowcount)
+            return _run(cursor, text, rows)
 
     def cause(self, error: Exception) -> BaseException:
         return error.__cause__ or error

@@ -33,6 +33,7 @@ from outbox.core.attempt import Reason
 from outbox.core.errors import TransactionError, causes
 from outbox.core.kept_property import kept_property
 from outbox.core.message import Message, Schedule
+from outbox.core.roles import Setback
 from outbox.core.store import Reception, Rows, Statement
 from outbox.core.transaction_state import (
     ENDED_ON_DRIVER,
@@ -134,8 +135,11 @@ class SqlTransactions:
     def turn(self, *, for_caller: bool = False) -> AbstractAsyncContextManager[None]:
         return self._runner.turn(for_caller=for_caller)
 
-    def is_conflict(self, error: BaseException) -> bool:
-        return any(map(self._dialect.is_own_conflict, causes(error)))
+    def setback(self, error: BaseException) -> Setback | None:
+        raised = list(causes(error))
+        if any(map(self._dialect.is_read_only, raised)):
+            return Setback.READ_ONLY
+        return Setback.CONFLICT if any(map(self._dialect.is_own_conflict, raised)) else None
 
     def keeps_snapshot(self, connection: Connection) -> bool:
         return self._dialect.keeps_snapshot(connection)

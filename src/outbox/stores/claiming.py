@@ -24,9 +24,9 @@ from outbox.stores.callers import CallerConnections
 from outbox.stores.dialect import SqlDialect
 from outbox.stores.lost_claims import LostClaims
 from outbox.stores.rows import EXPIRATION_PASSED, ClaimedRow, as_attempts, as_seconds, history_line
-from outbox.stores.runner import Runner, fetched
+from outbox.stores.runner import Runner
 from outbox.stores.selecting import SqlSelecting, Tokens, Weight
-from outbox.stores.settling import Fetch, SqlSettling, Token
+from outbox.stores.settling import SqlSettling, Token
 from outbox.stores.tables import NOT_ROUTED, Tables
 from outbox.stores.wakeup import Wakeup
 
@@ -141,9 +141,7 @@ class SqlClaim:
             written = {id for id, outcome in outcomes.items() if outcome.in_transaction}
             to_write = {id: outcome for id, outcome in outcomes.items() if id not in written}
             if to_write:
-                written |= await self._runner.apply(
-                    lambda connection: self._settle(connection, to_write, self._runner.fetch)
-                )
+                written |= await self._runner.apply(lambda connection: self._settle(connection, to_write))
             self._held -= outcomes.keys()
             self._unstarted -= outcomes.keys()
         return frozenset(outcomes.keys() - written)
@@ -152,7 +150,7 @@ class SqlClaim:
         return self._settling.completion, [{"row_id": attempt.id, "token": self._tokens.token}]
 
     def conclude(self, connection: Connection, attempt: Attempt, outcome: Outcome) -> bool:
-        return attempt.id in self._settle(self._feed.callers.on(connection), {attempt.id: outcome}, fetched)
+        return attempt.id in self._settle(self._feed.callers.on(connection), {attempt.id: outcome})
 
     def lease_on(self, attempt: Attempt) -> Lease:
         return Lease(attempt.id, self._tokens.token)
@@ -201,7 +199,7 @@ class SqlClaim:
             # Others may wait behind a batch of which nothing is left.
             self._feed.wakeup.ring(self._selection.destination or NOT_ROUTED)
 
-    def _settle(self, connection: Connection, outcomes: Mapping[int, Outcome], fetch: Fetch) -> set[int]:
+    def _settle(self, connection: Connection, outcomes: Mapping[int, Outcome]) -> set[int]:
         done: list[int] = []
         released: list[int] = []
         postponed: Rows = []
@@ -229,12 +227,12 @@ class SqlClaim:
         token: Token = {"token": self._tokens.token}
         written: set[int] = set()
         if done:
-            written |= self._settling.done.of_ids(connection, done, token, fetch)
+            written |= self._settling.done.of_ids(connection, done, token)
         if retries:
             written |= self._settling.retry.of_rows(connection, retries, token)
         written |= self.bury(connection, dead)
         if released:
-            written |= self._settling.release.of_ids(connection, released, token, fetch)
+            written |= self._settling.release.of_ids(connection, released, token)
         if postponed:
             written |= self._settling.postpone.of_rows(connection, postponed, token)
         if unstarted:

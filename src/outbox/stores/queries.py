@@ -11,7 +11,7 @@ from sqlalchemy import ColumnElement, Connection, Select, Table, case, func, sel
 
 from outbox.core.diagnosis import Claimable, Examination
 from outbox.core.durations import LONGEST
-from outbox.core.errors import ConfigurationError, causes
+from outbox.core.errors import ConfigurationError
 from outbox.core.store import Backlog, Circuit, QueueBacklog, StoredMessage
 from outbox.stores.circuits import SqlCircuits
 from outbox.stores.dialect import SqlDialect
@@ -101,9 +101,6 @@ class SqlInspection:
             )
             for row in rows
         ]
-
-    def is_read_only(self, error: BaseException) -> bool:
-        return any(map(self._dialect.is_read_only, causes(error)))
 
     async def examine(self) -> Examination:
         return await self._runner.inspect(self._examine)

@@ -13,7 +13,7 @@ from outbox.stores.dialect import SqlDialect
 from outbox.stores.inbox import COLUMNS, Entry, SqlInbox
 from outbox.stores.rows import ClaimedRow
 from outbox.stores.selecting import SqlSelecting
-from outbox.stores.settling import FencedChange, Fetch, SqlSettling, Token
+from outbox.stores.settling import FencedChange, SqlSettling, Token
 
 
 class ReturningSelecting(SqlSelecting):
@@ -35,9 +35,9 @@ class ReturningChange(FencedChange):
         self._dialect = dialect
         self._statement = change.where(fence).returning(messages.c.id)
 
-    def of_ids(self, connection: Connection, ids: Sequence[int], token: Token, fetch: Fetch) -> set[int]:
+    def of_ids(self, connection: Connection, ids: Sequence[int], token: Token) -> set[int]:
         chosen = {"ids": self._dialect.listed(ids), **token}
-        return {id for (id,) in fetch(connection, self._statement, chosen)}
+        return set(connection.execute(self._statement, chosen).scalars())
 
     def of_rows(self, connection: Connection, rows: Rows, token: Token) -> set[int]:
         chosen = {"rows": self._dialect.json(rows), **token}

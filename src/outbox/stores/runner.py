@@ -211,14 +211,3 @@ class Runner(ABC):
     async def inspect(self, work: Callable[[Connection], Result]) -> Result:
         """Run work that only reads, on whatever is there: no table is made for it."""
         return await finish(self._inspect(work), WORK_WITHIN)
-
-    def fetch(
-        self, connection: Connection, statement: Executable, parameters: Mapping[str, Any]
-    ) -> Sequence[Sequence[Any]]:
-        """Many rows of a statement, on a connection of the store's own for work whose statements stand alone."""
-        return fetched(connection, statement, parameters)
-
-
-def fetched(connection: Connection, statement: Executable, parameters: Mapping[str, Any]) -> Sequence[Sequence[Any]]:
-    """The rows of a statement, on anybody's connection."""
-    return connection.execute(statement, parameters).all()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 from uuid import UUID
 
@@ -10,7 +10,6 @@ from sqlalchemy import (
     BigInteger,
     ColumnElement,
     Connection,
-    Executable,
     Float,
     Select,
     String,
@@ -33,7 +32,6 @@ from outbox.stores.dialect import SqlDialect
 from outbox.stores.leases import held, one_less, one_more, set_in_order, with_line
 from outbox.stores.tables import Tables
 
-Fetch = Callable[[Connection, Executable, Mapping[str, Any]], Sequence[Sequence[Any]]]
 Token = Mapping[str, UUID]  # what a fence binds
 
 _UNTRIED = (Reason.EXPIRED, Reason.CRASHED)  # found out before the listener ran: no attempt, and no start either
@@ -48,7 +46,7 @@ class FencedChange:
         self._lock = dialect.locking(chosen, messages)
         self._change = change
 
-    def of_ids(self, connection: Connection, ids: Sequence[int], token: Token, fetch: Fetch) -> set[int]:
+    def of_ids(self, connection: Connection, ids: Sequence[int], token: Token) -> set[int]:
         locked = self._locked(connection, ids, token)
         if locked:
             connection.execute(self._change, {"ids": self._dialect.listed(sorted(locked))})

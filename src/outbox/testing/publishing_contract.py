@@ -18,7 +18,7 @@ from outbox.core.durations import LATEST, OLDEST
 from outbox.core.errors import ConfigurationError
 from outbox.core.message import Message
 from outbox.core.transport import Published, Transport
-from outbox.testing.transport.cases import SOON, check_declared_features, listener, message
+from outbox.testing.transport.cases import SOON, check_declared_features, listener, message, skip_where
 
 REFUSED = "order.refused"  # routing keys that a destination treats badly
 IGNORED = "order.ignored"
@@ -101,8 +101,7 @@ class PublishingContract:
     async def test_what_is_answered_is_reported_before_the_rest_is_given_up(
         self, transport: Transport, destination: Destination
     ) -> None:
-        if not transport.features.reports_answers:
-            pytest.skip("it tells all answers at once")
+        skip_where(transport, "reports_answers", False, "it tells all answers at once")
         sent = [message(IGNORED), message(), message(REFUSED)]
         told: asyncio.Queue[Published] = asyncio.Queue()
         publishing = asyncio.create_task(transport.publish(sent, told.put_nowait))

@@ -4,7 +4,8 @@
         @pytest.fixture
         async def make_transport(self): ...   # make_transport() -> Transport, all on the same broker, nothing in it
 
-What a transport declares in its `features` that it cannot do is not asked of it.
+What a transport declares in its `features` that it cannot do is not asked of it: these cases are skipped, with the
+feature as the reason.
 """
 
 from __future__ import annotations

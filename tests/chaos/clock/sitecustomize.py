@@ -10,7 +10,8 @@ import time
 
 _SHIFT = float(os.environ.get("CHAOS_CLOCK_SHIFT", "0"))
 
-_time, _time_ns, _datetime = time.time, time.time_ns, datetime.datetime
+_time, _time_ns = time.time, time.time_ns
+_datetime = datetime.datetime
 
 
 class _Meta(type):
@@ -27,11 +28,11 @@ class _Shifted(_datetime, metaclass=_Meta):
     __slots__ = ()  # as large as the original, or compiled modules complain
 
     @classmethod
-    def now(cls, tz: datetime.tzinfo | None = None) -> _datetime:
+    def now(cls, tz: datetime.tzinfo | None = None) -> datetime.datetime:  # type: ignore[override]
         return _datetime.now(tz) + datetime.timedelta(seconds=_SHIFT)
 
     @classmethod
-    def utcnow(cls) -> _datetime:
+    def utcnow(cls) -> datetime.datetime:  # type: ignore[override]
         return _datetime.now(datetime.UTC).replace(tzinfo=None) + datetime.timedelta(seconds=_SHIFT)
 
 

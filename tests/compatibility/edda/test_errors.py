@@ -19,8 +19,8 @@ from outbox import Outbox, Reason
 from outbox.core.attempt import RetryIn
 from outbox.core.events import CircuitClosed, CircuitOpened, Relayed
 from outbox.transports.http import HttpTransport
-from tests.compatibility.databases import on_every_store
 from tests.compatibility.edda.orders import is_settled, send, states, walk
+from tests.support.databases import on_every_store
 from tests.support.http_sink import (
     Behaviour,
     HttpSink,
@@ -37,8 +37,8 @@ from tests.support.http_sink import (
     wrong_length,
 )
 from tests.support.observing import Recorder, eventually
+from tests.support.outboxes import MakeOutbox
 
-MakeOutbox = Callable[..., Outbox]
 LATER = 3600  # seconds: not while this test runs
 
 

@@ -7,7 +7,7 @@ What is dead lies in a table of its own. What was sent is deleted unless `clean_
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -18,15 +18,15 @@ from sqlalchemy import func, inspect, select, text
 
 from outbox import Message, Outbox, Reason
 from outbox.core.events import Relayed
-from tests.compatibility.databases import on_every_store
 from tests.compatibility.edda.orders import ORDER_CREATED, is_settled, send, states, walk
 from tests.support.commands import Command
+from tests.support.databases import on_every_store
 from tests.support.http_sink import HttpSink, by_type, status
 from tests.support.observing import Recorder, eventually
+from tests.support.outboxes import MakeOutbox
 
 pytestmark = on_every_store
 
-MakeOutbox = Callable[..., Outbox]
 
 LATER = timedelta(days=1)
 LIFECYCLE = {  # what happens to an event, by its type, and the project's status for it

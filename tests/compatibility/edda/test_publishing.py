@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
@@ -25,16 +24,15 @@ from outbox.core.attempt import Done
 from outbox.core.events import CircuitOpened, Emitted, Relayed
 from outbox.observers.logging import LoggingObserver
 from outbox.transports.http import HttpTransport
-from tests.compatibility.databases import on_every_store
 from tests.compatibility.edda.orders import ORDER_CREATED, is_settled, send, states, walk
+from tests.support.databases import on_every_store
 from tests.support.http_sink import Behaviour, Connection, HttpSink, Request, answer, by_type, close, status
 from tests.support.observing import Recorder, arrival, eventually
+from tests.support.outboxes import MakeOutbox
 from tests.support.program import program
 from tests.support.sending import Sender, serving
 
 pytestmark = on_every_store
-
-MakeOutbox = Callable[..., Outbox]
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -22,13 +21,13 @@ from outbox.core.events import CircuitOpened, Relayed, Started, Stopped
 from outbox.outbound.relay import SIDE_BY_SIDE
 from outbox.testing import advance
 from outbox.transports.http import HttpTransport
-from tests.compatibility.databases import on_every_store
 from tests.compatibility.edda.orders import ORDER_CREATED, is_settled, send, states, walk
+from tests.support.databases import on_every_store
 from tests.support.http_sink import Behaviour, Connection, HttpSink, Request, answer, hang, status
 from tests.support.observing import Recorder, eventually, let_leases_run_out
+from tests.support.outboxes import MakeOutbox
 from tests.support.program import program
 
-MakeOutbox = Callable[..., Outbox]
 HOUR = timedelta(hours=1)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections import Counter
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -24,11 +23,11 @@ from outbox.core.attempt import Done, RetryIn
 from outbox.core.events import Handled, Routed
 from outbox.core.message import NOW
 from outbox.core.store import Selection
-from tests.compatibility.databases import on_every_driver, on_postgresql, on_sqlite
+from tests.support.databases import on_every_driver, on_postgresql, on_sqlite
 from tests.support.observing import PATIENCE, Recorder, Statements, arrival, eventually, let_leases_run_out
+from tests.support.outboxes import MakeOutbox
 from tests.support.program import program
 
-MakeOutbox = Callable[..., Outbox]
 LEASE = timedelta(seconds=30)
 
 
@@ -160,9 +159,8 @@ async def test_a_message_says_when_it_was_made_but_only_the_databases_clock_deci
         message = Message(routing_key="orders", body=b"%d" % years, created_at=wrong)
         statement, rows = outbox.store.writing.insert([message], NOW)
         async with outbox.transaction() as session:
-            await session.run_sync(
-                lambda plain, s=statement, r=rows: outbox.store.writing.write(plain.connection(), s, r)
-            )
+            connection = await session.connection()
+            await connection.run_sync(outbox.store.writing.write, statement, rows)
     await outbox.store.queues.route(10, {})
     async with outbox.store.feed.claim(Selection(limit=10, lease=LEASE, destination="orders")) as claim:
         assert bodies(claim) == [1, -1]
@@ -275,7 +273,7 @@ async def test_a_worker_holds_no_more_than_its_prefetch_count(make_outbox: MakeO
         await arrival(started)
         await arrival(started)
         for _ in range(20):
-            assert (await outbox.backlog()).leased <= 6
+            assert ((await outbox.backlog()).leased or 0) <= 6
         finish.set()
         await eventually(lambda: is_empty(outbox))
 

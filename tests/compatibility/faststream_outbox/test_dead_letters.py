@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -32,10 +31,10 @@ from outbox.core.attempt import Dead, Done, Reason
 from outbox.core.events import Handled
 from outbox.core.store import Selection
 from outbox.observers.logging import LoggingObserver
-from tests.compatibility.databases import on_every_driver, on_postgresql, on_sqlite
+from tests.support.databases import on_every_driver, on_postgresql, on_sqlite
 from tests.support.observing import PATIENCE, Recorder, Statements, arrival, eventually, let_leases_run_out
+from tests.support.outboxes import MakeOutbox
 
-MakeOutbox = Callable[..., Outbox]
 LEASE = timedelta(seconds=30)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -21,11 +20,12 @@ from outbox import Binding, Outbox, listen
 from outbox.core.attempt import Dead, Done, Outcome, Reason, Released, RetryIn
 from outbox.core.events import Handled, LeaseWasLost
 from outbox.core.store import Selection, Suspected
+from outbox.inbound import inbox
 from outbox.observers.logging import LoggingObserver
-from tests.compatibility.databases import on_every_driver, on_sqlite
+from tests.support.databases import on_every_driver, on_sqlite
 from tests.support.observing import PATIENCE, Recorder, arrival, eventually, let_leases_run_out
+from tests.support.outboxes import MakeOutbox
 
-MakeOutbox = Callable[..., Outbox]
 LEASE = timedelta(seconds=30)
 RENEWED = 10.0  # seconds of a lease whose renewal is waited for: a third of it, and the rest is for slow machines
 OUTCOMES: list[Outcome] = [
@@ -213,8 +213,13 @@ async def test_the_warning_counts_every_delivery_of_the_message(
 
 @on_every_driver
 async def test_a_listeners_transaction_does_not_commit_once_its_lease_is_lost(
-    make_outbox: MakeOutbox, recorder: Recorder, caplog: pytest.LogCaptureFixture, user_model: Any
+    make_outbox: MakeOutbox,
+    recorder: Recorder,
+    caplog: pytest.LogCaptureFixture,
+    user_model: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(inbox, "LEASE_LOST_PAUSE", timedelta(milliseconds=200))
     outbox = make_outbox(observers=[LoggingObserver(), recorder])
     messages = outbox.tables.messages
     long_ago = datetime.now(UTC) - timedelta(hours=1)

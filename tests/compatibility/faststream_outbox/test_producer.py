@@ -6,7 +6,6 @@ The ruling on NOTIFY: nothing of the kind runs in the producer's transaction; sl
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -29,10 +28,10 @@ from outbox import (
 )
 from outbox.core.events import Handled
 from outbox.stores.postgresql import PostgresqlStore
-from tests.compatibility.databases import on_every_driver, on_sqlite
+from tests.support.databases import on_every_driver, on_sqlite
 from tests.support.observing import PATIENCE, Recorder, Statements, arrival, eventually, routing_keys
+from tests.support.outboxes import MakeOutbox
 
-MakeOutbox = Callable[..., Outbox]
 SOON = 15.0  # seconds: far more than a wake-up takes, far less than the sleep it ends
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -21,7 +20,7 @@ from outbox import Binding, Message, Outbox, Reject, TimerIdInvalid, listen
 from outbox.core.attempt import Done, RetryIn
 from outbox.core.events import Emitted, Handled
 from outbox.core.store import Selection
-from tests.compatibility.databases import on_every_driver, on_sqlite
+from tests.support.databases import on_every_driver, on_sqlite
 from tests.support.observing import (
     PATIENCE,
     Recorder,
@@ -31,8 +30,8 @@ from tests.support.observing import (
     let_leases_run_out,
     routing_keys,
 )
+from tests.support.outboxes import MakeOutbox
 
-MakeOutbox = Callable[..., Outbox]
 LEASE = timedelta(seconds=30)
 HOUR = timedelta(hours=1)
 

@@ -7,35 +7,29 @@ worker writes dead letters itself, with reason, error and attempts.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
-from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
 import aio_pika
-import pytest
 from aio_pika.abc import AbstractChannel
+from pamqp.common import FieldTable
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from outbox import NEVER, Outbox, Reject, listen, tracking
 from outbox.core.attempt import Dead, Done, RetryIn
 from outbox.core.events import Handled, Relayed
-from tests.compatibility.databases import on_both_stores, on_sqlite
 from tests.support.broker import VirtualHost
+from tests.support.databases import on_both_stores, on_sqlite
 from tests.support.observing import Recorder, arrival, eventually
+from tests.support.outboxes import MakeOutbox
 from tests.support.queues import bring_back, is_empty, taken
+
+from .users import Arrivals
 
 ORDER = {"id": 7}
 DELAYS = (0.02, 0.05, 0.15)
-MakeOutbox = Callable[..., Outbox]
-Arrivals = asyncio.Queue[Any]
-
-
-@pytest.fixture
-def arrivals() -> Arrivals:
-    return asyncio.Queue()
 
 
 async def emit_and_commit(outbox: Outbox, *routing_keys: str, body: object = ORDER) -> None:
@@ -197,7 +191,7 @@ async def test_messages_are_exchanged_with_services_of_the_projects_library(
     exchange = await channel.declare_exchange("outbox", aio_pika.ExchangeType.TOPIC, durable=True)
     theirs = await channel.declare_queue("theirs", durable=True)
     await theirs.bind(exchange, "order.*")
-    delays = {"x-message-ttl": 10_000, "x-dead-letter-exchange": "outbox", "x-queue-type": "quorum"}
+    delays: FieldTable = {"x-message-ttl": 10_000, "x-dead-letter-exchange": "outbox", "x-queue-type": "quorum"}
     await channel.declare_queue("outbox.delay_10s", durable=True, arguments=delays)
     async with outbox.running(relay=True, listeners=[ours]):
         shop = await channel.get_exchange("shop")

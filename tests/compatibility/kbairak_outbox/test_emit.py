@@ -10,7 +10,7 @@ import dataclasses
 import datetime
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -41,11 +41,11 @@ from outbox import (
 )
 from outbox.core.store import Selection
 from outbox.sqlite import prepare
-from tests.compatibility.databases import ASYNCPG, on_every_driver, on_sqlite
+from tests.support.databases import ASYNCPG, on_every_driver, on_sqlite
 from tests.support.observing import PATIENCE, Statements, arrival, routing_keys
+from tests.support.outboxes import MakeOutbox
 
-JOHN = {"id": 123, "username": "johndoe"}
-MakeOutbox = Callable[..., Outbox]
+from .users import JOHN
 
 
 class Profile(BaseModel):
@@ -265,11 +265,11 @@ async def test_emit_takes_plain_sessions_too_and_scoped_ones(
     with Session(sync_engine) as plain, plain.begin():
         await outbox.emit(plain, "plain", 1)
     scoped = scoped_session(sessionmaker(sync_engine))
-    outbox.emit_sync(scoped, "scoped", 2)  # type: ignore[arg-type]
+    outbox.emit_sync(scoped, "scoped", 2)
     scoped.commit()
     scoped.remove()
     async_scoped = async_scoped_session(async_sessionmaker(db_engine), asyncio.current_task)
-    await outbox.emit(async_scoped, "async scoped", 3)  # type: ignore[arg-type]
+    await outbox.emit(async_scoped, "async scoped", 3)
     await async_scoped.commit()
     await async_scoped.remove()
     assert await routing_keys(outbox) == ["plain", "scoped", "async scoped"]
@@ -278,10 +278,10 @@ async def test_emit_takes_plain_sessions_too_and_scoped_ones(
 @on_sqlite
 async def test_what_cannot_carry_a_transaction_is_refused_with_advice(outbox: Outbox, db_engine: AsyncEngine) -> None:
     with pytest.raises(TransactionError, match="AsyncSession, Session"):
-        await outbox.emit(db_engine, "user.created", JOHN)  # type: ignore[arg-type]
+        await outbox.emit(db_engine, "user.created", JOHN)  # type: ignore[call-overload]
     async with AsyncSession(db_engine) as session:
         with pytest.raises(TransactionError, match="await emit"):
-            outbox.emit_sync(session, "user.created", JOHN)  # type: ignore[arg-type]
+            outbox.emit_sync(session, "user.created", JOHN)  # type: ignore[call-overload]
 
 
 # The body
@@ -372,7 +372,7 @@ NEW_YORK = datetime.timezone(datetime.timedelta(hours=-5))
 async def test_eta_is_a_datetime_a_timedelta_or_milliseconds(
     outbox: Outbox, db_engine: AsyncEngine, local_time: None
 ) -> None:
-    etas = {
+    etas: dict[str, Any] = {
         "naive datetime": datetime.datetime.now() + datetime.timedelta(minutes=5),  # noqa: DTZ005 - the project's words
         "aware datetime": datetime.datetime.now(NEW_YORK) + FIVE_MINUTES,
         "datetime in UTC": datetime.datetime.now(datetime.UTC) + FIVE_MINUTES,

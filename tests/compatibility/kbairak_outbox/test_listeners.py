@@ -15,7 +15,6 @@ from typing import Any
 from uuid import UUID
 
 import pytest
-from pydantic import BaseModel
 from sqlalchemy import Engine, select
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import Session
@@ -23,26 +22,16 @@ from sqlalchemy.orm import Session
 import outbox as library
 from outbox import ConfigurationError, Listener, Message, Outbox, get_tracking_ids, listen, tracking
 from outbox.core.events import Handled
-from tests.compatibility.databases import on_every_driver, on_sqlite
+from tests.support.databases import on_every_driver, on_sqlite
 from tests.support.observing import Recorder, arrival, eventually
+from tests.support.outboxes import MakeOutbox
 
-JOHN = {"id": 123, "username": "johndoe"}
-MakeOutbox = Callable[..., Outbox]
-
-
-class User(BaseModel):
-    id: int
-    username: str
+from .users import JOHN, User, emit_and_commit
 
 
 @listen("user.created")
 async def on_user_created(user: object) -> object:
     return user
-
-
-async def emit_and_commit(outbox: Outbox, routing_key: str, body: object, **options: Any) -> None:
-    async with outbox.transaction() as session:
-        await outbox.emit(session, routing_key, body, **options)
 
 
 # Worker process
@@ -617,4 +606,5 @@ async def test_cpu_bound_work_can_be_handed_to_a_process_pool(outbox: Outbox) ->
 
         async with outbox.running(listeners=[process_image]):
             await emit_and_commit(outbox, "image.uploaded", b"pixel" * 1000)
-            assert zlib.decompress(await arrival(arrivals)) == b"pixel" * 1000
+            thumbnail = await arrival(arrivals)
+            assert zlib.decompress(thumbnail) == b"pixel" * 1000

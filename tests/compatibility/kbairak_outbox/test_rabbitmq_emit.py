@@ -4,38 +4,24 @@ Pydantic models", message expiration, "Outbox table cleanup", and the API of `em
 
 from __future__ import annotations
 
-import asyncio
 import datetime
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import pytest
 from aio_pika.abc import AbstractChannel
-from pydantic import BaseModel
 from sqlalchemy import select, text
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 
 from outbox import IMMEDIATELY, NEVER, Listener, Message, Outbox, listen
 from outbox.core.events import CleanedUp, Handled, Relayed
-from tests.compatibility.databases import on_both_stores, on_sqlite
+from tests.support.databases import on_both_stores, on_sqlite
 from tests.support.observing import Recorder, arrival, eventually, routing_keys
+from tests.support.outboxes import MakeOutbox
 from tests.support.queues import EXPIRES_AT, bring_back, is_empty, make_older, older, taken
 
-JOHN = {"id": 123, "username": "johndoe"}
-MakeOutbox = Callable[..., Outbox]
-Arrivals = asyncio.Queue[Any]
-
-
-class User(BaseModel):
-    id: int
-    username: str
-
-
-@pytest.fixture
-def arrivals() -> Arrivals:
-    return asyncio.Queue()
+from .users import JOHN, Arrivals, User
 
 
 @pytest.fixture

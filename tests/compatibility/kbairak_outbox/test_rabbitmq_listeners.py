@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import zlib
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import Any
@@ -17,39 +16,19 @@ from typing import Any
 import aio_pika
 import pytest
 from aio_pika.abc import AbstractChannel
-from pydantic import BaseModel
 from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 
 import outbox as library
 from outbox import Listener, Message, Outbox, get_tracking_ids, listen
 from outbox.core.events import Handled
-from tests.compatibility.databases import on_both_stores, on_sqlite
 from tests.support.broker import VirtualHost
+from tests.support.databases import on_both_stores, on_sqlite
 from tests.support.observing import Recorder, arrival, eventually
+from tests.support.outboxes import MakeOutbox
 from tests.support.queues import bring_back, taken
 
-JOHN = {"id": 123, "username": "johndoe"}
-MakeOutbox = Callable[..., Outbox]
-Arrivals = asyncio.Queue[Any]
-
-
-class User(BaseModel):
-    id: int
-    username: str
-
-
-@pytest.fixture
-def arrivals() -> Arrivals:
-    return asyncio.Queue()
-
-
-async def emit_and_commit(outbox: Outbox, routing_key: str, body: object = JOHN, **options: Any) -> Message:
-    async with outbox.transaction() as session:
-        message = await outbox.emit(session, routing_key, body, **options)
-    assert message is not None
-    return message
-
+from .users import JOHN, Arrivals, User, emit_and_commit
 
 # Worker process
 

@@ -13,6 +13,7 @@ from typing import Any
 import aio_pika
 import pytest
 from aio_pika.abc import AbstractChannel, ExchangeType
+from pamqp.common import FieldTable
 
 from outbox import ConfigurationError, Listener, Outbox, listen
 from tests.support.broker import VirtualHost
@@ -21,7 +22,7 @@ from tests.support.queues import taken
 
 EXCHANGE_NAME = "outbox"
 RETRY_DELAYS = (1, 10, 60, 300)
-QUORUM = {"x-queue-type": "quorum"}
+QUORUM: FieldTable = {"x-queue-type": "quorum"}
 # "no configure, limited write, full read"
 APPLICATION = {"configure": "^$", "write": r"^(outbox|outbox\.delay_.*)$", "read": ".*"}
 
@@ -65,10 +66,10 @@ async def test_a_worker_makes_what_the_project_lists_and_finds_it_the_next_time(
     expected: dict[str, dict[str, object]] = {}
     for queue in ("myapp.user_handler", "myapp.other"):
         expected[f"{queue}.dlq"] = {**QUORUM, **limit}
-        dead_letters = {"x-dead-letter-exchange": "outbox.dlx", "x-dead-letter-routing-key": queue}
+        dead_letters: FieldTable = {"x-dead-letter-exchange": "outbox.dlx", "x-dead-letter-routing-key": queue}
         expected[queue] = {**handed_on, **dead_letters, **limit}
     for delay in (1, 5, 10, 60, 300):
-        arguments = {"x-message-ttl": delay * 1000, "x-dead-letter-exchange": ""}
+        arguments: FieldTable = {"x-message-ttl": delay * 1000, "x-dead-letter-exchange": ""}
         expected[f"outbox.delay_{delay}s"] = {**handed_on, **arguments}
     assert queues == {name: (True, arguments) for name, arguments in expected.items()}
     assert _bindings(vhost) == {
@@ -96,11 +97,15 @@ async def terraform(channel: AbstractChannel) -> None:
     for delay in RETRY_DELAYS:
         name = f"{EXCHANGE_NAME}.delay_{delay}s"
         exchange = await channel.declare_exchange(name, ExchangeType.FANOUT, durable=True)
-        arguments = {"x-message-ttl": delay * 1000, "x-dead-letter-exchange": EXCHANGE_NAME, **QUORUM}
+        arguments: FieldTable = {"x-message-ttl": delay * 1000, "x-dead-letter-exchange": EXCHANGE_NAME, **QUORUM}
         queue = await channel.declare_queue(name, durable=True, arguments=arguments)
         await queue.bind(exchange, "")
     name = user_handler.queue
-    dead_letters = {"x-dead-letter-exchange": f"{EXCHANGE_NAME}.dlx", "x-dead-letter-routing-key": name, **QUORUM}
+    dead_letters: FieldTable = {
+        "x-dead-letter-exchange": f"{EXCHANGE_NAME}.dlx",
+        "x-dead-letter-routing-key": name,
+        **QUORUM,
+    }
     queue = await channel.declare_queue(name, durable=True, arguments=dead_letters)
     await queue.bind(main, user_handler.binding_key)
     dlq = await channel.declare_queue(f"{name}.dlq", durable=True, arguments=QUORUM)

@@ -6,33 +6,25 @@ listener failed.
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
-import pytest
 from aio_pika.abc import AbstractChannel
-from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
+from sqlalchemy.ext.asyncio import AsyncEngine
 
 from outbox import Outbox, Reject, listen
 from outbox.core.attempt import Done, RetryIn
 from outbox.core.events import Handled
-from tests.compatibility.databases import on_both_stores, on_sqlite
 from tests.support.broker import VirtualHost
+from tests.support.databases import on_both_stores, on_sqlite
 from tests.support.observing import Recorder, arrival
+from tests.support.outboxes import MakeOutbox
 from tests.support.queues import bring_back, is_empty, taken
 
-JOHN = {"id": 123, "username": "johndoe"}
+from .users import JOHN, Arrivals, is_order_processed, skipping_duplicates
+
 DELAYS = (0.05, 0.1, 0.02, 0.08)
-MakeOutbox = Callable[..., Outbox]
-Arrivals = asyncio.Queue[Any]
-
-
-@pytest.fixture
-def arrivals() -> Arrivals:
-    return asyncio.Queue()
 
 
 async def emit_and_commit(outbox: Outbox, *routing_keys: str, body: object = JOHN) -> None:
@@ -277,20 +269,10 @@ async def test_dead_letters_that_are_moved_back_to_their_queue_begin_anew_once_t
 async def test_a_duplicate_can_be_skipped_as_the_project_shows(
     rabbitmq_outbox: Outbox, db_engine: AsyncEngine, user_model: Any, recorder: Recorder
 ) -> None:
-    async def is_order_processed(order_id: int) -> bool:
-        async with AsyncSession(db_engine) as session:
-            return await session.get(user_model, order_id) is not None
-
-    @listen("order.created", queue="orders", retry_delays=(0,))
-    async def process_order(order_id: int) -> None:
-        if await is_order_processed(order_id):
-            return  # Skip duplicate
-        async with AsyncSession(db_engine) as session, session.begin():
-            session.add(user_model(id=order_id, username="processed"))
-        raise ConnectionError("the answer was lost")
-
+    handler = skipping_duplicates(db_engine, user_model)
+    process_order = listen("order.created", queue="orders", retry_delays=(0,))(handler)
     async with rabbitmq_outbox.running(relay=True, listeners=[process_order]):
         await emit_and_commit(rabbitmq_outbox, "order.created", body=7)
         handled = await recorder.wait_for(Handled, 2)
     assert handled[-1].outcome == Done()
-    assert await is_order_processed(7)
+    assert await is_order_processed(db_engine, user_model, 7)

@@ -4,10 +4,8 @@ API of `setup()`.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import signal
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,54 +17,23 @@ from pydantic import BaseModel
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
 
 import outbox as library
-from outbox import ConfigurationError, Listener, Message, Outbox, Reject, TransportMismatch, emit, listen, setup
+from outbox import ConfigurationError, Listener, Outbox, Reject, TransportMismatch, emit, listen, setup
 from outbox.core.events import Handled, Relayed
-from tests.compatibility.databases import ASYNCPG, SQLITE, on_both_stores, on_sqlite
 from tests.support.broker import VirtualHost
+from tests.support.databases import ASYNCPG, SQLITE, on_both_stores, on_sqlite
 from tests.support.observing import Recorder, arrival, eventually
+from tests.support.outboxes import MakeOutbox
 from tests.support.program import program
 from tests.support.queues import taken
 
-JOHN = {"id": 123, "username": "johndoe"}
-MakeOutbox = Callable[..., Outbox]
-Arrivals = asyncio.Queue[Any]
+from .users import JOHN, MAIN_APPLICATION, Arrivals, emit_and_commit
 
 
 class User(BaseModel):
     id: int
 
 
-@pytest.fixture
-def arrivals() -> Arrivals:
-    return asyncio.Queue()
-
-
-async def emit_and_commit(outbox: Outbox, routing_key: str = "user.created", body: object = JOHN) -> Message:
-    async with outbox.transaction() as session:
-        message = await outbox.emit(session, routing_key, body)
-    assert message is not None
-    return message
-
-
 # Usage
-
-MAIN_APPLICATION = """
-    import asyncio
-    import sys
-
-    from outbox import setup, emit
-    from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
-
-    db_engine = create_async_engine(sys.argv[1])
-    setup(db_engine=db_engine, table_name=sys.argv[2])
-
-    async def main():
-        async with AsyncSession(db_engine) as session, session.begin():
-            await emit(session, "user.created", {"id": 123, "username": "johndoe"})
-        await db_engine.dispose()
-
-    asyncio.run(main())
-"""
 
 MESSAGE_RELAY = """
     import asyncio

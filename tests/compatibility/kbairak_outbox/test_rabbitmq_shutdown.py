@@ -5,27 +5,20 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from aio_pika.abc import AbstractChannel
 
 from outbox import Outbox, listen
 from outbox.core.events import Handled, Relayed
-from tests.compatibility.databases import ASYNCPG, SQLITE, on_sqlite
+from tests.support.databases import ASYNCPG, SQLITE, on_sqlite
 from tests.support.observing import PATIENCE, Recorder, arrival, eventually
+from tests.support.outboxes import MakeOutbox
 from tests.support.program import program
 from tests.support.queues import is_empty, taken
 
-MakeOutbox = Callable[..., Outbox]
-Arrivals = asyncio.Queue[Any]
-
-
-@pytest.fixture
-def arrivals() -> Arrivals:
-    return asyncio.Queue()
+from .users import Arrivals
 
 
 async def publish(outbox: Outbox, recorder: Recorder, number: int) -> None:

@@ -8,29 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from itertools import pairwise
 from typing import Any
 
 import pytest
-from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
+from sqlalchemy.ext.asyncio import AsyncEngine
 
 from outbox import ConfigurationError, Message, Outbox, Reject, RetryPolicy, TimeInvalid, listen
 from outbox.core.attempt import Dead, Done, RetryIn
 from outbox.core.events import CleanedUp, Handled
 from outbox.observers.logging import LoggingObserver
-from tests.compatibility.databases import on_every_driver, on_sqlite
+from tests.support.databases import on_every_driver, on_sqlite
 from tests.support.observing import Recorder, arrival, eventually
+from tests.support.outboxes import MakeOutbox
 
-JOHN = {"id": 123, "username": "johndoe"}
+from .users import JOHN, emit_and_commit, is_order_processed, skipping_duplicates
+
 DELAYS = (0.05, 0.1, 0.02, 0.08)
-MakeOutbox = Callable[..., Outbox]
-
-
-async def emit_and_commit(outbox: Outbox, routing_key: str = "user.created", **options: Any) -> None:
-    async with outbox.transaction() as session:
-        await outbox.emit(session, routing_key, JOHN, **options)
 
 
 def delays_between(recorder: Recorder) -> list[float]:
@@ -368,24 +363,14 @@ async def test_a_duplicate_can_be_skipped_as_the_project_shows(
     """The project's idempotent handler: the effect committed, the attempt failed, the next one finds it done."""
     outbox = make_outbox(db_engine=db_engine, observers=[recorder, LoggingObserver()])
 
-    async def is_order_processed(order_id: int) -> bool:
-        async with AsyncSession(db_engine) as session:
-            return await session.get(user_model, order_id) is not None
-
-    @listen("order.created", queue="orders", retry_delays=(0,))
-    async def process_order(order_id: int) -> None:
-        if await is_order_processed(order_id):
-            return  # Skip duplicate
-        async with AsyncSession(db_engine) as session, session.begin():
-            session.add(user_model(id=order_id, username="processed"))
-        raise ConnectionError("the answer was lost")
-
+    handler = skipping_duplicates(db_engine, user_model)
+    process_order = listen("order.created", queue="orders", retry_delays=(0,))(handler)
     async with outbox.running(listeners=[process_order]):
         async with outbox.transaction() as session:
             await outbox.emit(session, "order.created", 7)
         handled = await recorder.wait_for(Handled, 2)
     assert handled[-1].outcome == Done()
-    assert await is_order_processed(7)
+    assert await is_order_processed(db_engine, user_model, 7)
 
 
 # What retry_delays may be

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,11 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from outbox import Message, Outbox, listen
 from outbox.core.events import Handled, Stopped
 from outbox.outbound.relay import SIDE_BY_SIDE
-from tests.compatibility.databases import on_every_driver, on_sqlite
+from tests.support.databases import on_every_driver, on_sqlite
 from tests.support.observing import PATIENCE, Recorder, arrival, eventually
+from tests.support.outboxes import MakeOutbox
 from tests.support.program import program
 
-MakeOutbox = Callable[..., Outbox]
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
 
 
@@ -32,7 +31,7 @@ async def emit_and_commit(outbox: Outbox, number: int) -> None:
 
 
 async def leased(outbox: Outbox) -> int:
-    return (await outbox.backlog()).leased
+    return (await outbox.backlog()).leased or 0
 
 
 async def waiting_bodies(outbox: Outbox) -> list[bytes]:
@@ -226,10 +225,8 @@ async def test_a_listener_that_fails_during_the_shutdown_is_retried_as_ever(make
 # A bounded grace, and a second signal
 
 
-async def test_the_end_of_the_grace_abandons_what_still_runs_and_burns_no_attempt(
-    make_outbox: MakeOutbox, recorder: Recorder
-) -> None:
-    outbox = make_outbox(grace=0.1, observers=[recorder])
+async def hanging_worker(outbox: Outbox) -> asyncio.Task[int]:
+    """A worker whose listener has begun, and does not end."""
     started: asyncio.Queue[int] = asyncio.Queue()
 
     @listen("event", queue="events")
@@ -240,6 +237,14 @@ async def test_the_end_of_the_grace_abandons_what_still_runs_and_burns_no_attemp
     working = asyncio.create_task(outbox.worker([hangs]))
     await emit_and_commit(outbox, 1)
     await arrival(started)
+    return working
+
+
+async def test_the_end_of_the_grace_abandons_what_still_runs_and_burns_no_attempt(
+    make_outbox: MakeOutbox, recorder: Recorder
+) -> None:
+    outbox = make_outbox(grace=0.1, observers=[recorder])
+    working = await hanging_worker(outbox)
     signal_this_process(signal.SIGTERM)
     assert await asyncio.wait_for(working, PATIENCE) == 1
     assert recorder.of(Stopped) == [Stopped("worker", 1)]
@@ -251,16 +256,7 @@ async def test_the_end_of_the_grace_abandons_what_still_runs_and_burns_no_attemp
 @on_sqlite
 async def test_a_second_signal_does_not_wait_for_the_grace(make_outbox: MakeOutbox) -> None:
     outbox = make_outbox(grace=4 * PATIENCE)
-    started: asyncio.Queue[int] = asyncio.Queue()
-
-    @listen("event", queue="events")
-    async def hangs(event: int) -> None:
-        await started.put(event)
-        await asyncio.Event().wait()
-
-    working = asyncio.create_task(outbox.worker([hangs]))
-    await emit_and_commit(outbox, 1)
-    await arrival(started)
+    working = await hanging_worker(outbox)
     signal_this_process(signal.SIGTERM)
     await asyncio.wait([working], timeout=0.1)
     assert not working.done()

@@ -15,8 +15,8 @@ import pytest
 
 from outbox import Listener, Message, Outbox, listen
 from outbox.core.events import Handled
-from tests.compatibility.databases import on_both_stores
 from tests.compatibility.pg_transactional_outbox.movies import tell
+from tests.support.databases import on_both_stores
 from tests.support.observing import Recorder, eventually
 
 KINDS = ("movie.movie_created", "movie.movie_deleted", "customer.customer_updated")

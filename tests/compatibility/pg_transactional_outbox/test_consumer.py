@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -22,12 +21,12 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from outbox import NEVER, Binding, FailedAttempt, Listener, Message, Outbox, Reason, listen
 from outbox.core.attempt import Dead, Done, RetryIn
 from outbox.core.events import Handled, Received, Relayed
-from tests.compatibility.databases import on_both_stores, on_every_driver, on_sqlite
 from tests.compatibility.pg_transactional_outbox.movies import MOVIE_CREATED, Shelf, incoming, is_done, tell
+from tests.support.databases import on_both_stores, on_every_driver, on_sqlite
 from tests.support.observing import Recorder, arrival, eventually
+from tests.support.outboxes import MakeOutbox
 from tests.support.queues import bring_back, is_empty, taken
 
-MakeOutbox = Callable[..., Outbox]
 logger = logging.getLogger("consumer")
 
 

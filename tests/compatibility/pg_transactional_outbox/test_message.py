@@ -8,7 +8,6 @@ those that never did, and `processedAt` is kept as long as `clean_up_after` says
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from uuid import UUID
 
@@ -18,11 +17,11 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from outbox import NEVER, Message, Outbox, listen
 from outbox.core.events import Handled
 from outbox.core.store import Selection
-from tests.compatibility.databases import on_both_stores, on_sqlite
 from tests.compatibility.pg_transactional_outbox.movies import MOVIE_CREATED, incoming
+from tests.support.databases import on_both_stores, on_sqlite
 from tests.support.observing import Recorder, arrival, let_leases_run_out
+from tests.support.outboxes import MakeOutbox
 
-MakeOutbox = Callable[..., Outbox]
 MINUTE = timedelta(minutes=1)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 import aio_pika
@@ -20,13 +20,12 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from outbox import Outbox, listen
 from outbox.core.attempt import RetryIn
 from outbox.core.events import Handled
-from tests.compatibility.databases import on_both_stores
 from tests.support.broker import VirtualHost
+from tests.support.databases import on_both_stores
 from tests.support.observing import Recorder, eventually
+from tests.support.outboxes import MakeOutbox
 from tests.support.proxy import Link, Proxy
 from tests.support.queues import is_empty, taken
-
-MakeOutbox = Callable[..., Outbox]
 
 pytestmark = on_both_stores
 
@@ -256,7 +255,7 @@ async def test_case_4_the_message_is_acknowledged_and_the_shipment_cannot_be_sto
 async def taken_and_held(channel: AbstractChannel, queue: str) -> aio_pika.abc.AbstractIncomingMessage:
     """The next message of a queue, which the broker keeps until it is acknowledged."""
     found = await channel.get_queue(queue)
-    return await eventually(lambda: found.get(fail=False))  # type: ignore[arg-type, return-value]
+    return await eventually(lambda: found.get(fail=False))
 
 
 async def _waits(channel: AbstractChannel, queue: str) -> bool:

@@ -22,13 +22,13 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from outbox import Message, Outbox
 from outbox.core.attempt import Done, RetryIn
 from outbox.core.events import LeaseWasLost, Relayed
-from tests.compatibility.databases import on_every_driver, on_postgresql, on_sqlite
 from tests.compatibility.pg_transactional_outbox.movies import MOVIE_CREATED, Shelf, is_done, tell
+from tests.support.databases import on_every_driver, on_postgresql, on_sqlite
 from tests.support.logins import login
 from tests.support.observing import PATIENCE, Recorder, arrival, eventually, let_leases_run_out
+from tests.support.outboxes import MakeOutbox
 from tests.support.queues import taken
 
-MakeOutbox = Callable[..., Outbox]
 Arrivals = asyncio.Queue[Message]
 
 
@@ -218,11 +218,11 @@ async def test_a_message_that_cannot_be_marked_as_processed_is_sent_again_with_t
     async def message_publisher(message: Message) -> None:
         sent.put_nowait(message)
         if sent.qsize() == 1:
-            await let_leases_run_out(producer)
+            await let_leases_run_out(outbox)
 
-    producer = make_outbox(transport=message_publisher, observers=[recorder])
-    async with producer.running(relay=True):
-        [stored] = await tell(producer, "some movie")
+    outbox = make_outbox(transport=message_publisher, observers=[recorder])
+    async with outbox.running(relay=True):
+        [stored] = await tell(outbox, "some movie")
         [relayed] = await recorder.wait_for(Relayed)
     assert relayed.outcome == Done()
     assert len(recorder.of(LeaseWasLost)) == 1

@@ -64,7 +64,7 @@ async def make(
             sent.put_nowait(message)
 
         url = postgresql_url.replace("postgresql://", "postgresql+psycopg://", 1)
-        given = {"db_engine_url": url, "table_name": table_name, "wal_slot": slot, "relay_from": "wal"}
+        given: dict[str, Any] = {"db_engine_url": url, "table_name": table_name, "wal_slot": slot, "relay_from": "wal"}
         made.append(Outbox(transport=message_publisher, observers=[recorder], **given, **options))
         return made[-1]
 

@@ -7,7 +7,6 @@ The rulings: retries have a pause, `maxAttempts` is the number of `retry_delays`
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -20,12 +19,12 @@ from outbox.core.attempt import Dead, Done, RetryIn
 from outbox.core.events import Handled, Relayed, Troubled
 from outbox.core.store import Selection
 from outbox.outbound import relay
-from tests.compatibility.databases import on_both_stores, on_sqlite
 from tests.compatibility.pg_transactional_outbox.movies import MOVIE_CREATED, Shelf, incoming, is_done, tell
+from tests.support.databases import on_both_stores, on_sqlite
 from tests.support.observing import Recorder, arrival, eventually, let_leases_run_out
+from tests.support.outboxes import MakeOutbox
 from tests.support.program import program
 
-MakeOutbox = Callable[..., Outbox]
 LEASE = timedelta(seconds=30)
 
 

@@ -7,7 +7,6 @@ that does not.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
@@ -17,11 +16,10 @@ from outbox import Message, Outbox, listen
 from outbox.core.attempt import Dead, Done, RetryIn
 from outbox.core.events import Handled
 from outbox.inbound.invocation import SESSION_TIME_LIMIT
-from tests.compatibility.databases import on_both_stores, on_every_driver
 from tests.compatibility.pg_transactional_outbox.movies import Shelf, incoming, tell
+from tests.support.databases import on_both_stores, on_every_driver
 from tests.support.observing import PATIENCE, Recorder, eventually
 
-MakeOutbox = Callable[..., Outbox]
 SHORT = 0.05
 LONG = 30.0
 A_WHILE = 0.3  # seconds: longer than the short timeout, and far from the long one

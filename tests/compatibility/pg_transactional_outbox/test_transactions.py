@@ -6,7 +6,7 @@ engine of one's own is closed by whoever made it. A level that SQLite does not h
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import pytest
 from sqlalchemy import make_url, text
@@ -15,13 +15,10 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
 from outbox import ConfigurationError, Message, Outbox, listen, sqlite
 from outbox.core.attempt import Dead, Done
 from outbox.core.events import Handled
-from tests.compatibility.databases import on_both_stores, on_postgresql, on_sqlite
 from tests.compatibility.pg_transactional_outbox.movies import Shelf, tell
+from tests.support.databases import on_both_stores, on_postgresql, on_sqlite
 from tests.support.logins import as_superuser, login
 from tests.support.observing import Recorder, eventually
-
-MakeOutbox = Callable[..., Outbox]
-
 
 # Message processing client strategy
 

@@ -16,6 +16,7 @@ from outbox import ConfigurationError, Outbox
 from outbox.cli.exits import ExitCode
 from outbox.core.errors import FeedMismatch, LogUnreadable
 from outbox.core.events import Advised, SlotInUse, SlotTaken, Troubled
+from outbox.stores.postgresql.roles import roles_sql
 from outbox.stores.postgresql.wal.connection import ReplicationConnection
 from tests.support.commands import SOON, Command, line_of
 
@@ -266,7 +267,7 @@ async def test_roles_with_no_more_rights_than_they_need(
 ) -> None:
     """The relay's role may not read the log, and the role that reads the log may not read the table."""
     tables = outbox.tables
-    script = outbox.store.roles_sql(tables, f"r{table_name}")
+    script = roles_sql(tables, f"r{table_name}")
     for statement in (
         script,
         f"CREATE ROLE {table_name}_relays LOGIN IN ROLE r{table_name}_relay",

@@ -12,7 +12,6 @@ from sqlalchemy.dialects.postgresql.psycopg import PGDialectAsync_psycopg
 from sqlalchemy.engine import ExceptionContext
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
-from sqlalchemy.util import await_only
 
 from outbox.core.errors import ConfigurationError
 from outbox.core.prepared import dialect_for, prepare
@@ -80,8 +79,7 @@ def _mixed_up(error: Exception) -> bool:
 
 # Connection: asyncpg spoken to directly, for the statements that a message waits for.
 # A pool and SQLAlchemy's execution take as long as such a statement itself. On a dedicated connection it stays
-# prepared, which a pooler in between would mix up, and NOTIFY is received over the same connection. Many rows are read
-# by their columns' positions: SQLAlchemy makes an object of each row, which costs more than to read it.
+# prepared, which a pooler in between would mix up, and NOTIFY is received over the same connection.
 
 DRIVER = "asyncpg"
 DIALECT = dialect_for(f"postgresql.{DRIVER}", "numeric_dollar")
@@ -151,20 +149,6 @@ async def closed(connection: AsyncConnection) -> None:
     await connection.invalidate()
     await connection.close()
     await connection.engine.dispose()
-
-
-def fetched(connection: Connection, statement: Executable, parameters: Mapping[str, Any]) -> Sequence[Sequence[Any]]:
-    """The rows of a statement, on a connection whose statements commit by themselves."""
-    if connection.dialect.driver != DRIVER:
-        return connection.execute(statement, parameters).all()
-    prepared = prepare(statement, tuple(parameters), DIALECT)
-    raw: Any = connection.connection.driver_connection
-    try:
-        rows: Sequence[Sequence[Any]] = await_only(raw.fetch(prepared.text, *prepared.parameters(parameters)))
-    except BaseException:
-        connection.invalidate()  # nobody knows what the statement left behind, and SQLAlchemy has not seen it
-        raise
-    return rows
 
 
 def as_array(values: Iterable[object]) -> str:

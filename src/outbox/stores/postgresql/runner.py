@@ -14,7 +14,7 @@ from outbox.core.loops import LoopLocal, finish
 from outbox.stores.dialect import SqlDialect
 from outbox.stores.postgresql import notifying_thread
 from outbox.stores.postgresql.callers import Places
-from outbox.stores.postgresql.connection import DirectConnection, explained, fetched
+from outbox.stores.postgresql.connection import DirectConnection, explained
 from outbox.stores.runner import LOOK_WITHIN, WORK_WITHIN, Runner, spare
 from outbox.stores.tables import Tables
 
@@ -96,11 +96,6 @@ class PostgresqlRunner(Runner):
     async def ask(self, statement: Executable, parameters: Mapping[str, Any]) -> Sequence[Sequence[Any]]:
         await self.open()
         return await finish(self.direct.ask(statement, parameters), WORK_WITHIN)
-
-    def fetch(
-        self, connection: Connection, statement: Executable, parameters: Mapping[str, Any]
-    ) -> Sequence[Sequence[Any]]:
-        return fetched(connection, statement, parameters)
 
     async def close(self) -> None:
         await self.loops.close()

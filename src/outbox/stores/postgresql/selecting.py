@@ -184,7 +184,7 @@ class PostgresqlSelecting(SqlSelecting):
         rows: Any = self._look_for(
             connection,
             selection,
-            lambda seen: self._runner.fetch(connection, take, {**due_parameters(seen), **leasing}),
+            lambda seen: connection.execute(take, {**due_parameters(seen), **leasing}).all(),
             _found,
         )
         self._wakeup.found(selection.destination or NOT_ROUTED, bool(rows))
@@ -228,14 +228,12 @@ class PostgresqlSelecting(SqlSelecting):
 
     async def route_straight(self, route: StraightRoute, hold: Callable[[StraightRouted], None]) -> None:
         head = self._heads[NOT_ROUTED]
-        to_one = len(route.rooms) == 1 and route.limit <= min(route.rooms.values())
-        statement = self._route_to_one_statement if to_one else self._route_straight_statement
 
         async def work() -> None:
             with head.looking() as look:
-                asked = _parameters(replace(route, since=look.bound), to_one=to_one)
-                rows = await self._own_runner.direct.ask(statement, asked)
-                routed = StraightRouted(_found(rows), _by_queue(rows, alone=len(route.rooms) == 1))
+                asked = _parameters(replace(route, since=look.bound))
+                rows = await self._own_runner.direct.ask(self._route_statement, asked)
+                routed = StraightRouted(_found(rows), _by_queue(rows))
                 hold(routed)
                 if rows and routed.found == len(rows):  # otherwise the head stays where somebody still waits
                     look.found, look.ended = rows, len(rows) < route.limit
@@ -246,23 +244,17 @@ class PostgresqlSelecting(SqlSelecting):
         await finish(work(), WORK_WITHIN)
 
     @kept_property
-    def _route_straight_statement(self) -> Any:
+    def _route_statement(self) -> Any:
         found = self.due.cte("found")
         queue = _queue_of(found)
         position = func.row_number().over(partition_by=queue, order_by=(found.c.due_at, found.c.id))
         ranked = select(found.c.id, queue.label("queue"), position.label("position")).subquery("ranked")
         room = cast(bindparam("rooms", type_=JSONB).op("->>")(ranked.c.queue), Integer)
-        return self._routing_straight(found, select(ranked.c.id).where(ranked.c.position <= room))
-
-    @kept_property
-    def _route_to_one_statement(self) -> Any:
-        """The same for a queue that has room for everything: nobody needs to be counted."""
-        found = self.due.cte("found")
-        return self._routing_straight(found, select(found.c.id).where(_queue_of(found).is_not(None)))
-
-    def _routing_straight(self, found: CTE, chosen: Select[Any]) -> Any:
-        # Nothing is chosen when the bindings are not those that the queues were told by.
-        chosen = chosen.where(locked_version(self._tables) == bindparam("version", type_=Integer))
+        chosen = select(ranked.c.id).where(
+            ranked.c.position <= room,
+            # Nothing is chosen when the bindings are not those that the queues were told by.
+            locked_version(self._tables) == bindparam("version", type_=Integer),
+        )
         leased = (
             update(self._messages)
             .where(self._messages.c.id == any_(fitting(found, chosen)))
@@ -286,18 +278,16 @@ def _found(rows: Sequence[Any]) -> int:
     return found
 
 
-def _by_queue(rows: Sequence[Any], *, alone: bool) -> Mapping[str, Sequence[ClaimedRow]]:
-    if alone:
-        return {rows[0][_QUEUE]: rows} if rows else {}
+def _by_queue(rows: Sequence[Any]) -> Mapping[str, Sequence[ClaimedRow]]:
     by_queue: defaultdict[str, list[ClaimedRow]] = defaultdict(list)
     for row in rows:
         by_queue[row[_QUEUE]].append(row)
     return by_queue
 
 
-def _parameters(route: StraightRoute, *, to_one: bool) -> dict[str, Any]:
-    rooms = {} if to_one else {"rooms": route.rooms}
-    return rooms | {
+def _parameters(route: StraightRoute) -> dict[str, Any]:
+    return {
+        "rooms": route.rooms,
         "wanted": NOT_ROUTED,
         "limit": route.limit,
         "suspected": True,

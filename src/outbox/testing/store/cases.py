@@ -19,7 +19,9 @@ from outbox.core.store import QueueClaim, Selection, Store
 
 LEASE = timedelta(seconds=30)
 NO_LEASE = timedelta(0)  # no longer one than the claim has
+RENEWED = timedelta(seconds=6)  # a lease whose renewals, from a fifth of it on, no machine is too slow for
 SHORT = timedelta(milliseconds=300)
+LIFETIMES = (timedelta(milliseconds=400), timedelta(seconds=3))  # of a message; the second if a machine is held up
 SOON = 30.0  # seconds within which everything that is due must have come, on the slowest machine
 
 MakeStore = Callable[..., Store]
@@ -60,6 +62,23 @@ async def soon(look: Callable[[], Any]) -> Any:
         while not (found := await look()):
             await asyncio.sleep(0.02)
     return found
+
+
+async def claimed_before_it_expires(
+    stack: AsyncExitStack, engine: AsyncEngine, store: Store, destination: str | None
+) -> tuple[QueueClaim, timedelta]:
+    """A claim on a message that expires, and the time after which it would."""
+    for lifetime in LIFETIMES:
+        await emit(engine, store, message(), schedule=Schedule(expiration=lifetime))
+        if destination is not None:
+            await store.queues.route(100, {})
+        selection = Selection(limit=1, lease=LEASE, destination=destination)
+        claim = await stack.enter_async_context(store.feed.claim(selection))
+        if claim.attempts:
+            return claim, lifetime
+        await store.maintenance.expire(10)
+        await store.dead_letters.discard([letter.id for letter in await store.dead_letters.list()])
+    raise AssertionError(f"it could not be claimed within {LIFETIMES[-1]}")
 
 
 async def renewed(store: Store) -> None:

@@ -16,6 +16,7 @@ from outbox.core.store import Selection, Store, Suspected
 from outbox.testing.store.cases import (
     LEASE,
     OUTCOMES,
+    RENEWED,
     MakeStore,
     StoreCases,
     claimed,
@@ -118,10 +119,19 @@ class ClaimingCases(StoreCases):
         """Nothing is skipped: no position over ids or times."""
         async with engine.connect() as late:
             await write(late, store, *store.writing.insert([message(body=b"late")], NOW))
-            if self.writes_side_by_side:
-                await emit(engine, store, message(body=b"early"))
-                assert (await settled(store, Done(), None)).message.body == b"early"
             assert await claimed(store, destination=None) == []
+            await late.commit()
+        assert (await settled(store, Done(), None)).message.body == b"late"
+
+    async def test_a_message_committed_late_holds_up_no_other_and_is_not_passed_by(
+        self, engine: AsyncEngine, store: Store
+    ) -> None:
+        if not self.writes_side_by_side:
+            pytest.skip("writes_side_by_side=False: one transaction writes after the other")
+        async with engine.connect() as late:
+            await write(late, store, *store.writing.insert([message(body=b"late")], NOW))
+            await emit(engine, store, message(body=b"early"))
+            assert (await settled(store, Done(), None)).message.body == b"early"
             await late.commit()
         assert (await settled(store, Done(), None)).message.body == b"late"
 
@@ -136,7 +146,7 @@ class ClaimingCases(StoreCases):
 
     async def test_a_lease_is_renewed_while_its_holder_lives(self, engine: AsyncEngine, store: Store) -> None:
         await queued(engine, store, message())
-        async with store.feed.claim(Selection(limit=1, lease=timedelta(seconds=10), destination="q")) as claim:
+        async with store.feed.claim(Selection(limit=1, lease=RENEWED, destination="q")) as claim:
             await renewed(store)
             assert await claimed(store) == []
             assert await claim.settle({claim.attempts[0].id: Done()}) == frozenset()

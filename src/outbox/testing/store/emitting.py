@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from datetime import UTC, datetime, timedelta
 from functools import partial
 
@@ -20,6 +20,7 @@ from outbox.testing.store.cases import (
     MakeStore,
     StoreCases,
     claimed,
+    claimed_before_it_expires,
     emit,
     message,
     queued,
@@ -245,10 +246,9 @@ class EmittingCases(StoreCases):
     async def test_a_message_in_somebodys_hands_does_not_expire_under_them(
         self, engine: AsyncEngine, store: Store
     ) -> None:
-        lifetime = timedelta(seconds=3)  # long enough to be claimed first, whatever holds the machine up
-        await queued(engine, store, message(), schedule=Schedule(expiration=lifetime))
-        async with store.feed.claim(Selection(limit=1, lease=LEASE, destination="q")) as claim:
-            assert len(claim.attempts) == 1
+        await store.queues.bind([Binding("q", "#")])
+        async with AsyncExitStack() as stack:
+            claim, lifetime = await claimed_before_it_expires(stack, engine, store, "q")
             await asyncio.sleep(lifetime.total_seconds())
             assert await store.maintenance.expire(10) == 0
             assert await claim.settle({claim.attempts[0].id: Done()}) == frozenset()
@@ -258,9 +258,9 @@ class EmittingCases(StoreCases):
         self, engine: AsyncEngine, make_store: MakeStore
     ) -> None:
         store = make_store(clean_up_after=NEVER)
-        lifetime = timedelta(seconds=3)  # long enough to be sent first, whatever holds the machine up
-        await emit(engine, store, message(), schedule=Schedule(expiration=lifetime))
-        await settled(store, Done(), None)
+        async with AsyncExitStack() as stack:
+            claim, lifetime = await claimed_before_it_expires(stack, engine, store, None)
+            assert await claim.settle({claim.attempts[0].id: Done()}) == frozenset()
         await asyncio.sleep(lifetime.total_seconds())
         assert await store.maintenance.expire(10) == 0
         assert [stored.state for stored in await store.inspection.list_messages()] == ["sent"]

@@ -11,7 +11,7 @@ from outbox.core.attempt import Dead, Done, Reason, RetryIn
 from outbox.core.binding import Binding
 from outbox.core.message import Schedule
 from outbox.core.store import Store, Wanted
-from outbox.testing.store.cases import LEASE, SHORT, StoreCases, claimed, emit, message, renewed, soon
+from outbox.testing.store.cases import LEASE, RENEWED, SHORT, StoreCases, claimed, emit, message, renewed, soon
 
 
 class HandingOverCases(StoreCases):
@@ -99,7 +99,7 @@ class HandingOverCases(StoreCases):
     async def test_a_handed_over_claim_is_renewed_while_it_is_open(self, engine: AsyncEngine, store: Store) -> None:
         await store.queues.bind([Binding("q", "#")])
         await emit(engine, store, message())
-        routing = await store.queues.route(100, {}, {"q": Wanted(10, timedelta(seconds=10))})
+        routing = await store.queues.route(100, {}, {"q": Wanted(10, RENEWED)})
         async with routing.claims["q"] as claim:
             await renewed(store)
             assert await claim.settle({claim.attempts[0].id: Done()}) == frozenset()

@@ -11,7 +11,18 @@ from outbox.core.attempt import Dead, Done, Reason, RetryIn
 from outbox.core.binding import Binding
 from outbox.core.message import Schedule
 from outbox.core.store import Routing, Store, Wanted
-from outbox.testing.store.cases import LEASE, SHORT, MakeStore, StoreCases, claimed, emit, message, renewed, soon
+from outbox.testing.store.cases import (
+    LEASE,
+    RENEWED,
+    SHORT,
+    MakeStore,
+    StoreCases,
+    claimed,
+    emit,
+    message,
+    renewed,
+    soon,
+)
 
 KEYS = ("order", "user")
 
@@ -141,7 +152,7 @@ class KnowingCases(StoreCases):
     async def test_the_lease_on_a_known_message_is_renewed(self, engine: AsyncEngine, store: Store) -> None:
         await self.acquainted(engine, store)
         await emit(engine, store, message("order"))
-        async with (await routed(store, timedelta(seconds=10), orders=10)).claims["orders"] as claim:
+        async with (await routed(store, RENEWED, orders=10)).claims["orders"] as claim:
             await renewed(store)
             assert await claim.settle({claim.attempts[0].id: Done()}) == frozenset()
 

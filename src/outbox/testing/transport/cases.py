@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from outbox.core.attempt import Done
+from outbox.core.dead_letter import DeadLetters
 from outbox.core.listener import Listener
 from outbox.core.message import Message
 from outbox.core.transport import Consumer, Delivery, Transport
@@ -46,6 +47,19 @@ async def take(deliveries: Consumer, count: int = 1) -> list[Delivery]:
     """The next deliveries."""
     async with asyncio.timeout(SOON):
         return [await anext(deliveries) for _ in range(count)]
+
+
+def skip_where(transport: Transport, feature: str, value: object, why: str) -> None:
+    """Skip a case that is not asked of a transport with this feature, so that the report has its name and counts it."""
+    if getattr(transport.features, feature) == value:
+        pytest.skip(f"{feature}={value!r}: {why}")
+
+
+def dead_letters_of(transport: Transport) -> DeadLetters:
+    """What it keeps of the dead; a case about them is skipped where it keeps none."""
+    skip_where(transport, "keeps_dead_letters", False, "it keeps no dead letters")
+    assert transport.dead_letters is not None
+    return transport.dead_letters
 
 
 async def quiet(deliveries: Consumer) -> bool:

@@ -13,7 +13,20 @@ from outbox.core.dead_letter import FIRST_OF_QUEUES
 from outbox.core.errors import NotFound
 from outbox.core.message import Message
 from outbox.core.transport import Consumer, Delivery, Transport
-from outbox.testing.transport.cases import SOON, TransportCases, consuming, emptied, listener, message, take
+from outbox.testing.transport.cases import (
+    SOON,
+    TransportCases,
+    consuming,
+    dead_letters_of,
+    emptied,
+    listener,
+    message,
+    skip_where,
+    take,
+)
+
+COMPLETES = "its deliveries end with the listener's work, however old their messages are"
+LONG_AGO = datetime(2001, 2, 3, 4, 5, 6, 789000, tzinfo=UTC)
 
 
 class TransportDeadLetterCases(TransportCases):
@@ -26,12 +39,11 @@ class TransportDeadLetterCases(TransportCases):
                 await delivery.settle(Dead(reason, f"error of {delivery.attempt.message.id}"))
 
     async def test_a_dead_message_is_kept_unchanged_with_its_reason(self, transport: Transport) -> None:
-        if transport.dead_letters is None:
-            pytest.skip("it keeps no dead letters")
+        letters = dead_letters_of(transport)
         await transport.declare([listener()])
         sent = message("order.created", b"\x00\xff", headers={"a": "b"}, key="k", tracking_ids=("x", "y"))
         await self._dead(transport, sent)
-        [letter] = await transport.dead_letters.list(queue="q")
+        [letter] = await letters.list(queue="q")
         assert letter.message == sent
         assert (letter.queue, letter.reason, letter.error) == ("q", Reason.REJECTED, "error of y")
         assert letter.attempt_count == 1
@@ -39,9 +51,7 @@ class TransportDeadLetterCases(TransportCases):
         assert await emptied(transport, count=0) == []
 
     async def test_dead_letters_are_found_shown_and_discarded(self, transport: Transport) -> None:
-        if transport.dead_letters is None:
-            pytest.skip("it keeps no dead letters")
-        letters = transport.dead_letters
+        letters = dead_letters_of(transport)
         await transport.declare([listener()])
         await self._dead(transport, message(), message())
         await self._dead(transport, message(), reason=Reason.EXHAUSTED)
@@ -61,39 +71,36 @@ class TransportDeadLetterCases(TransportCases):
             await letters.show(first.id)
 
     async def test_a_replayed_message_comes_back_to_its_queue_with_fresh_attempts(self, transport: Transport) -> None:
-        if transport.dead_letters is None:
-            pytest.skip("it keeps no dead letters")
+        letters = dead_letters_of(transport)
         await transport.declare([listener(), listener("other")])
         sent = message(expires_at=datetime.now(UTC) + timedelta(hours=1))
         await self._dead(transport, sent)
         await emptied(transport, "other")
-        [letter] = await transport.dead_letters.list()
-        assert await transport.dead_letters.replay([letter.id]) == 1
+        [letter] = await letters.list()
+        assert await letters.replay([letter.id]) == 1
         async with consuming(transport) as deliveries:
             [delivery] = await take(deliveries)
             assert delivery.attempt.message == replace(sent, expires_at=None), "what is replayed expires no more"
             assert delivery.attempt.attempt_count == 1
             await delivery.settle(Done())
         assert await emptied(transport, "other", 0) == []
-        assert await transport.dead_letters.list() == []
+        assert await letters.list() == []
 
-    async def test_it_travels_when_a_message_was_due_and_a_replay_is_due_anew(self, transport: Transport) -> None:
-        if transport.features.completes_in_transaction:
-            pytest.skip("its deliveries end with the listener's work, however old their messages are")
+    async def test_it_travels_when_a_message_was_due(self, transport: Transport) -> None:
+        skip_where(transport, "completes_in_transaction", True, COMPLETES)
         await transport.declare([listener()])
-        long_ago = datetime(2001, 2, 3, 4, 5, 6, 789000, tzinfo=UTC)
-        sent = message(due_at=long_ago)
-        await transport.publish([sent, message(body=b"at once")])
-        async with consuming(transport) as deliveries:
-            found = {delivery.attempt.message.body: delivery for delivery in await take(deliveries, 2)}
-            assert found[b"at once"].attempt.message.due_at is None
-            assert found[b"{}"].attempt.message.due_at == long_ago
-            await found[b"at once"].settle(Done())
-            await found[b"{}"].settle(Dead(Reason.REJECTED, "no"))
-        if transport.dead_letters is None:
-            pytest.skip("it keeps no dead letters")
-        [letter] = await transport.dead_letters.list()
-        await transport.dead_letters.replay([letter.id])
+        await transport.publish([message(due_at=LONG_AGO), message(body=b"at once")])
+        found = {each.body: each.due_at for each in await emptied(transport, count=2)}
+        assert found == {b"{}": LONG_AGO, b"at once": None}
+
+    async def test_a_replay_is_due_anew(self, transport: Transport) -> None:
+        skip_where(transport, "completes_in_transaction", True, COMPLETES)
+        letters = dead_letters_of(transport)
+        await transport.declare([listener()])
+        sent = message(due_at=LONG_AGO)
+        await self._dead(transport, sent)
+        [letter] = await letters.list()
+        await letters.replay([letter.id])
         [again] = await emptied(transport)
         assert again == sent
         assert again.due_at is not None
@@ -104,7 +111,7 @@ class TransportDeadLetterCases(TransportCases):
         await transport.publish([message(body=str(number).encode()) for number in range(5)])
         async with consuming(transport) as deliveries:
             if type(deliveries).take is Consumer.take:
-                pytest.skip("its deliveries can only be waited for")
+                pytest.skip("no Consumer.take(): its deliveries can only be waited for")
             found: list[Delivery] = []
             while len(found) < 5:
                 found += await take(deliveries)
@@ -119,8 +126,13 @@ class TransportDeadLetterCases(TransportCases):
         await transport.declare([listener()])
         await transport.publish([message(expires_at=datetime.now(UTC) - timedelta(seconds=1)), message(body=b"fresh")])
         assert [found.body for found in await emptied(transport)] == [b"fresh"]
-        if transport.dead_letters is not None:
-            async with asyncio.timeout(SOON):  # a broker may move it there by itself
-                while not (letters := await transport.dead_letters.list()):
-                    await asyncio.sleep(0.05)
-            assert [letter.reason for letter in letters] == [Reason.EXPIRED]
+
+    async def test_an_expired_message_is_a_dead_letter(self, transport: Transport) -> None:
+        letters = dead_letters_of(transport)
+        await transport.declare([listener()])
+        await transport.publish([message(expires_at=datetime.now(UTC) - timedelta(seconds=1))])
+        assert await emptied(transport, count=0) == []
+        async with asyncio.timeout(SOON):  # a broker may move it there by itself
+            while not (found := await letters.list()):
+                await asyncio.sleep(0.05)
+        assert [letter.reason for letter in found] == [Reason.EXPIRED]

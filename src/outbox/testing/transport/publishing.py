@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from outbox.core.attempt import Done
 from outbox.core.transport import Transport
 from outbox.testing.transport.cases import (
@@ -13,6 +11,7 @@ from outbox.testing.transport.cases import (
     emptied,
     listener,
     message,
+    skip_where,
     take,
 )
 
@@ -58,8 +57,7 @@ class TransportPublishingCases(TransportCases):
         assert (published.confirmed, dict(published.refused)) == (frozenset(), {})
 
     async def test_a_message_goes_to_every_queue_that_asks_for_it(self, transport: Transport) -> None:
-        if not transport.features.wildcards:
-            pytest.skip("it knows no wildcards")
+        skip_where(transport, "wildcards", False, "a listener names each routing key")
         await transport.declare([listener("a", "order.*"), listener("b", "#"), listener("c", "user.#")])
         sent = message("order.created")
         await transport.publish([sent])
@@ -86,9 +84,9 @@ class TransportPublishingCases(TransportCases):
         assert len(bodies) == 300
 
     async def test_a_message_that_is_too_large_is_refused_for_good(self, transport: Transport) -> None:
+        skip_where(transport, "largest_message", None, "it has no limit of its own")
         largest = transport.features.largest_message
-        if largest is None:
-            pytest.skip("it has no limit of its own")
+        assert largest is not None
         await transport.declare([listener()])
         fitting, too_large = message(body=b"x" * largest), message(body=b"x" * (largest + 1))
         published = await transport.publish([too_large, fitting])

@@ -117,7 +117,7 @@ class LoggedTable:
         parameters = {**lease_parameters(selection, tokens), "ids": self._dialect.listed(list(outcomes))}
 
         def take(connection: Connection) -> None:
-            rows: Any = self._runner.fetch(connection, self._selecting.take_over, parameters)
+            rows: Any = connection.execute(self._selecting.take_over, parameters).all()
             claim.bury(connection, claim.hold(rows))
 
         async with claim:
