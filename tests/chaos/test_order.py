@@ -11,7 +11,7 @@ from tests.chaos.checker import Kind, check
 from tests.chaos.evidence import Change, FinalTables
 from tests.chaos.history import COMMITTED, History, Transaction
 from tests.chaos.order import ordering
-from tests.chaos.test_checker import emitted
+from tests.chaos.specimens import emitted
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 FIRST, SECOND, THIRD = (
