@@ -25,7 +25,7 @@ from bench.settings import Settings
 from bench.turns import in_turns, ratios
 
 PEER = "pg-transactional-outbox"
-AT_ONCE = 20  # messages of the peer, and connections: with 10 and with 50 it was slower
+AT_ONCE = 20  # messages of the peer, and connections
 SCRIPT = str(Path(__file__).parent / "node/pg_transactional_outbox.cjs")
 LOOK_EVERY = 0.25  # seconds: each look reads the whole table of the peer, which keeps its messages
 
@@ -64,20 +64,18 @@ class Idle:
 async def measure(database: Database, settings: Settings) -> Report:
     size = SMOKE if settings.smoke else Size()
     with brokers.broker() as broker:
+        feeds = [brokers.ours(broker, database), brokers.from_log(broker, database)]
+        held = brokers.held_transaction(broker, database)
         peer, missing = _peer(broker, database)
-        others = [brokers.held_transaction(broker, database), *([peer] if peer else [])]
-        ways: list[OnBroker | None] = [None, *_feeds(broker, database), *others]
-        rates = await in_turns(ways, settings.rounds, lambda each: _rate(each, broker, database, size), _name)
-    with brokers.broker() as broker:  # with empty queues
-        measured = [*_feeds(broker, database), brokers.held_transaction(broker, database)]
+        # Latency first, because a measure of rates leaves some messages in its queue.
         late = await in_turns(
-            measured, settings.rounds, lambda each: latency_of(each, broker, database, size.paced), _name
+            [*feeds, held], settings.rounds, lambda each: latency_of(each, broker, database, size.paced), _name
         )
-    with brokers.broker() as broker:
-        feeds = _feeds(broker, database)
         idle = await in_turns(feeds, settings.rounds, lambda each: _idle(each, broker, database, size), _name)
         rounds = settings.rounds * size.turns
         produced = await in_turns(feeds, rounds, lambda each: _produced(each, broker, database, size), _name)
+        ways: list[OnBroker | None] = [None, *feeds, held, *([peer] if peer else [])]
+        rates = await in_turns(ways, settings.rounds, lambda each: _rate(each, broker, database, size), _name)
     rows = [
         (
             name,
@@ -109,10 +107,6 @@ async def measure(database: Database, settings: Settings) -> Report:
         rows,
         _targets(rates, late, produced),
     )
-
-
-def _feeds(broker: Broker, database: Database) -> list[OnBroker]:
-    return [brokers.ours(broker, database), brokers.from_log(broker, database)]
 
 
 def _about(size: Size, settings: Settings, missing: str) -> str:
