@@ -30,14 +30,14 @@ class Way:
     wake: bool
 
 
-NOBODY = Way("no worker", worker=False, wake=True)
+NO_TAKERS = Way("no worker", worker=False, wake=True)
 POLLING = Way("a worker that is not notified", worker=True, wake=False)
 WOKEN = Way("a worker that is woken", worker=True, wake=True)
 
 
 async def measure(database: Database, settings: Settings) -> Report:
     await make_orders(database)
-    ways = [NOBODY, POLLING, WOKEN]
+    ways = [NO_TAKERS, POLLING, WOKEN]
     rates = await in_turns(ways, settings.rounds, lambda way: commits(database, way), lambda way: way.name)
     to_polling = ratios(rates[WOKEN.name], rates[POLLING.name])
     return Report(

@@ -81,7 +81,7 @@ LISTENERS = (reserve_hotel, book_flight, cancel_reservation, log)
 
 async def messages_are_on_their_way() -> bool:
     found = await backlog()
-    return bool(found.waiting or any(queue.delivered or queue.retrying for queue in found.queues))
+    return bool(found.waiting or any(queue.queued or queue.retrying for queue in found.queues))
 
 
 async def rows(statement: str) -> Sequence[Any]:

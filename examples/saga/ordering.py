@@ -103,7 +103,7 @@ LISTENERS = (
 
 async def messages_are_on_their_way() -> bool:
     found = await backlog()
-    return bool(found.waiting or any(queue.delivered or queue.retrying for queue in found.queues))
+    return bool(found.waiting or any(queue.queued or queue.retrying for queue in found.queues))
 
 
 async def rows(statement: str) -> Sequence[Any]:

@@ -82,7 +82,7 @@ async def _broker(
 
 
 async def _destinations_of_routes(outbox: Outbox, fresh: timedelta, management_url: str) -> list[Finding]:
-    """Their queues are somebody else's: no listener here needs them, and no worker has recorded them."""
+    """Their queues belong to another service: no listener here needs them, and no worker has recorded them."""
     findings: list[Finding] = []
     admin_url = management_url if len(countable(outbox.transport)) == 1 else ""  # it is that of one broker
     for route in outbox.transport.routes:

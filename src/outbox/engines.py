@@ -251,7 +251,7 @@ class ListenerSessions:
         self.depend_on_message = False
 
     def asynchronous(self, message: Message | None) -> AsyncSession:
-        return self._engines.session(close_resets_only=False)  # whoever still has it then is too late
+        return self._engines.session(close_resets_only=False)  # a listener that still has it then is too late
 
     def synchronous(self, message: Message | None) -> Session:
         return self._engines.plain_session()

@@ -12,12 +12,14 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
 from outbox.core.binding import Binding
+from outbox.core.callers_line import CallersLine
 from outbox.core.dead_letter import DeadLetters
 from outbox.core.durations import Seconds
 from outbox.core.forks import forget_after_fork
 from outbox.core.listener import Listener, check_listeners
 from outbox.core.log import LogAdministration
 from outbox.core.message import get_tracking_ids, tracking
+from outbox.core.states import in_state
 from outbox.core.store import Backlog, Difference, Store, StoredMessage
 from outbox.core.transport import Transport
 from outbox.core.webhooks import AnySecrets
@@ -189,7 +191,7 @@ class Outbox(Receiving):
     ) -> int:
         """What relay, worker and running share: open, work until the shutdown, close.
 
-        With `leftovers` a worker serves what lies in its transport's queues and routes nothing, so the table may belong
+        With `leftovers` a worker handles what is in its transport's queues and routes nothing, so the table may belong
         to another transport by now. Unless another `transport` is given, it is the configured one.
         """
         return await self._lifecycle.run(
@@ -244,7 +246,7 @@ class Outbox(Receiving):
         return self._parts.dead_letters
 
     async def backlog(self) -> Backlog:
-        """What lies where at this moment, in the database and in the queues of a broker. Of the latter some is unknown.
+        """How many messages are where now, in the database and in a broker's queues. Some of the latter is unknown.
 
         A broker that does not answer within seconds makes its numbers unknown, which is none.
         """
@@ -253,8 +255,15 @@ class Outbox(Receiving):
     async def messages(
         self, *, state: str | None = None, queue: str | None = None, limit: int = 100, after: int = 0
     ) -> list[StoredMessage]:
-        """Stored messages, dead letters left out."""
-        return await self.store.inspection.list_messages(state=state, queue=queue, limit=limit, after=after)
+        """Stored messages, dead letters left out.
+
+        The state is `waiting`, `unroutable`, `queued`, `retrying`, `sent` or `handled`.
+        """
+        inspection = self.store.inspection
+        found, deprecated = await in_state(inspection, state, queue=queue, limit=limit, after=after)
+        if deprecated is not None:
+            CallersLine.here().warn(deprecated, DeprecationWarning)
+        return found
 
     async def find(self, message_id: str) -> list[StoredMessage]:
         """Every place where a message is now, with its walk so far."""
@@ -265,7 +274,7 @@ class Outbox(Receiving):
         return await self.store.queues.bindings()
 
     async def unbind(self, queue: str) -> int:
-        """Remove a queue's bindings; what lies in it stays. Returns how many there were."""
+        """Remove a queue's bindings; its messages stay. Returns how many there were."""
         return await self.store.queues.unbind(queue)
 
     async def create_tables(self) -> None:

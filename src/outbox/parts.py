@@ -43,7 +43,7 @@ class Stores(dict[str, Store]):
         self._make = make
 
     def __missing__(self, dialect: str) -> Store:
-        # Several threads may be first. What all but one of them make has no connection and wakes nobody.
+        # Several threads may be first. What all but one of them make has no connection and sends no wake-ups.
         return self.setdefault(dialect, self._make(dialect))
 
 

@@ -26,7 +26,7 @@ UNTOLD = (
 
 
 class Rebinding:
-    """A worker adds the bindings of its listeners. Those of earlier listeners stay until somebody wants them gone.
+    """A worker adds the bindings of its listeners. Those of earlier listeners stay until an operator removes them.
 
     A broker may not tell its bindings, so workers record theirs in the database. What is recorded and no more declared
     is known without the broker.

@@ -14,7 +14,7 @@ from outbox.core.transport import Takers, Transport
 from outbox.outbound.circuit import Breaker, Circuits
 from outbox.outbound.cleanup import Cleanup
 from outbox.outbound.publishing import Publisher
-from outbox.outbound.relay import NOBODY, Relay, Round, Rounds, Router
+from outbox.outbound.relay import NO_TAKERS, Relay, Round, Rounds, Router
 from outbox.rebinding import further_keys
 from outbox.settings import Settings
 
@@ -38,13 +38,13 @@ class RelayFactory:
     def of(
         self, transport: Transport, relay: bool, *, routes: bool = True, reader: LogReader | None = None
     ) -> list[Running]:
-        """Those of a process: all clean up; a relay hands on, and so does whoever routes to queues of the database."""
+        """Those of a process: each cleans up; a relay publishes; with queues in the database, a router routes."""
         look = self._settings.seconds_between_looks
         relays: list[Running] = [self._relay(self.cleanup(), asyncio.sleep, look * CLEAN_UP_EVERY, "cleanup")]
         if transport.takers is not None:
             relays += [self._routing(transport.takers)] if routes else []
         elif transport.routes and relay:
-            relays.append(self._routing(NOBODY))
+            relays.append(self._routing(NO_TAKERS))
             circuits = Circuits(self._store)
             relays += [self._publishing(each.transport, circuits, each.name) for each in transport.routes]
         elif relay and reader is not None:
@@ -54,12 +54,12 @@ class RelayFactory:
         return relays
 
     def rounds(self, transport: Transport) -> list[Round]:
-        """The same work for whoever does it round by round, and shares nothing with others."""
+        """The same work, for a caller that does it round by round and shares nothing with others."""
         if transport.takers is not None:
             return [self.cleanup(), self._router(transport.takers)]
         if transport.routes:
             publishers = [self._publisher(each.transport, None, each.name) for each in transport.routes]
-            return [self.cleanup(), self._router(NOBODY), *publishers]
+            return [self.cleanup(), self._router(NO_TAKERS), *publishers]
         return [self.cleanup(), self._publisher(transport)]
 
     async def bind(self, transport: Transport) -> None:

@@ -32,9 +32,9 @@ class Shutdown:
 
 @contextmanager
 def on_signals() -> Iterator[Shutdown]:
-    """A shutdown that the process's signals begin. Outside of the main thread signals are somebody else's.
+    """A shutdown that the process's signals begin. Outside of the main thread signals belong to the application.
 
-    Several may be open at once, a relay's and a worker's: each hears every signal, and the last one to leave puts back
+    Several may be open at once, a relay's and a worker's: each gets every signal, and the last one to leave puts back
     the handlers that were there before the first.
     """
     shutdown = Shutdown()

@@ -185,8 +185,8 @@ async def test_operators_that_fit_better_are_not_called_by_an_operators_question
         ) as claim:
             for attempt in claim.attempts:
                 await claim.settle({attempt.id: Released(soon) if attempt.isolated else RetryIn(soon, "later")})
-    messages = await outbox.messages(queue="billing", state="delivered")
-    for state in ("waiting", "unroutable", "retrying", "sent"):
+    messages = await outbox.messages(queue="billing", state="queued")
+    for state in ("waiting", "unroutable", "retrying", "sent", "handled"):
         await outbox.messages(state=state)
     assert await outbox.find(messages[0].message.id)
     assert (await outbox.backlog()).queues and await store.inspection.claimable()

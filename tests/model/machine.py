@@ -66,9 +66,10 @@ class StoreMachine(Operations, RuleBasedStateMachine):
         waiting = [row for key, row in self._model.rows.items() if key[1] is None and row.state == "open"]
         assert backlog.waiting == sum(not row.unroutable for row in waiting)
         assert backlog.unroutable == sum(row.unroutable for row in waiting)
+        done = [key[1] for key, row in self._model.rows.items() if row.state == "sent"]
+        assert (backlog.sent, backlog.handled) == (done.count(None), sum(queue is not None for queue in done))
         rows = self._model.rows.values()
         assert backlog.leased == sum(row.lease is not None for row in rows)
-        assert backlog.sent == sum(row.state == "sent" for row in rows)
         assert backlog.dead == sum(row.state == "dead" for row in rows)
 
     # What anybody may do next. One rule with many words: of several, Hypothesis leaves out half in every run.

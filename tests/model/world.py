@@ -132,7 +132,7 @@ def _row(stored: StoredMessage, now: datetime) -> Row:
         lease = LONG if stored.leased_until > now + HOUR / 2 else SHORT
     return Row(
         message=replace(stored.message, expires_at=None),
-        state="sent" if stored.state == "sent" else "open",
+        state="sent" if stored.state in ("sent", "handled") else "open",
         unroutable=stored.state == "unroutable",
         attempts=stored.attempt_count,
         crashes=stored.crash_count,

@@ -189,7 +189,7 @@ def test_a_listener_without_annotation_gets_json_or_the_bytes(run: Run, case: st
 def test_nothing_is_left_behind_and_the_worker_goes_on(run: Run) -> None:
     assert run.backlog is not None
     assert (run.backlog.waiting, run.backlog.leased, run.backlog.unroutable) == (0, 0, 0)
-    assert {(queue.delivered, queue.retrying, queue.leased) for queue in run.backlog.queues} == {(0, 0, 0)}
+    assert {(queue.queued, queue.retrying, queue.leased) for queue in run.backlog.queues} == {(0, 0, 0)}
     assert run.backlog.dead == len(BODIES) * len(STRICT)
     assert ("loose", {"id": 1}) in run.calls
 

@@ -2,8 +2,11 @@
 
 import inspect
 import pkgutil
+import tomllib
 import types
+from importlib.metadata import version
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -127,3 +130,8 @@ def test_listen_takes_the_documented_options() -> None:
 
 def test_the_package_is_typed_for_its_users() -> None:
     assert files("outbox").joinpath("py.typed").is_file()
+
+
+def test_the_package_says_the_version_that_is_built() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert outbox.__version__ == project["version"] == version("transactional-outbox")

@@ -52,16 +52,16 @@ async def test_a_delay_in_which_retries_wait_is_a_row_and_an_empty_one_is_none()
     broker = Broker(orders=1, orders__dlq=2, outbox__delay_10s=3, outbox__delay_1m=0)
     delays = ["outbox.delay_10s", "outbox.delay_1m", "outbox.delay_5m"]
     orders, waiting = await queue_backlogs(broker.asking(), NAMES, ["orders"], delays, None)
-    assert (orders.queue, orders.delivered, orders.retrying, orders.dead) == ("orders", 1, None, 2)
+    assert (orders.queue, orders.queued, orders.retrying, orders.dead) == ("orders", 1, None, 2)
     assert (waiting.queue, waiting.transport, waiting.retrying) == ("outbox.delay_10s", "rabbitmq", 3)
-    assert (waiting.delivered, waiting.leased, waiting.dead) == (0, 0, 0)
+    assert (waiting.queued, waiting.leased, waiting.dead) == (0, 0, 0)
 
 
 async def test_the_management_interface_names_the_delays_of_functions_and_jitter() -> None:
     found = seen({"orders": 1, "orders.dlq": 0, "outbox.delay_20s": 4, "outbox.delay_2s": 0, "of others": 9})
     broker = Broker(orders=1, orders__dlq=0, outbox__delay_20s=4, outbox__delay_2s=0)
     rows = await queue_backlogs(broker.asking(), NAMES, [], ["outbox.delay_10s"], found)
-    assert [(row.queue, row.delivered, row.retrying) for row in rows] == [
+    assert [(row.queue, row.queued, row.retrying) for row in rows] == [
         ("orders", 1, None),
         ("outbox.delay_20s", 0, 4),
     ]
@@ -75,7 +75,7 @@ async def test_of_what_the_broker_tells_the_management_interface_which_is_late_i
     broker = Broker(orders=5, orders__dlq=1, outbox__delay_10s=4)
     found = Seen({}, queues, frozenset({OF_DEAD_LETTERS}))
     orders, waiting = await queue_backlogs(broker.asking(), NAMES, [], [], found)
-    assert (orders.delivered, orders.leased, orders.consumers, orders.dead) == (7, 2, 0, 1)
+    assert (orders.queued, orders.leased, orders.consumers, orders.dead) == (7, 2, 0, 1)
     assert (waiting.queue, waiting.retrying) == ("outbox.delay_10s", 4)
 
 
@@ -92,7 +92,7 @@ async def test_queues_that_only_the_management_interface_knows_are_unknown_while
     counted = await transport.counted([])
     assert counted is not None
     [orders] = counted
-    assert (orders.queue, orders.delivered, orders.dead) == ("orders", None, None)
+    assert (orders.queue, orders.queued, orders.dead) == ("orders", None, None)
     assert Backlog().beside(counted).dead is None
 
 
@@ -110,7 +110,7 @@ def test_what_workers_hold_is_counted_with_what_relays_hold_or_unknown(
 
 def test_while_the_broker_is_away_the_age_of_its_oldest_message_is_unknown_too() -> None:
     [away] = untold(NAMES, ["orders"])
-    empty = QueueBacklog(queue="empty", transport="rabbitmq", delivered=0)
-    in_database = QueueBacklog(queue="here", delivered=None)
+    empty = QueueBacklog(queue="empty", transport="rabbitmq", queued=0)
+    in_database = QueueBacklog(queue="here", queued=None)
     ages = queue_table([away, empty, in_database]).columns[-1].cells
     assert [str(each) for each in ages] == ["unknown", "-", "-"]

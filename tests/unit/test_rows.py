@@ -117,14 +117,15 @@ def test_tries_that_never_ended_are_crashes_and_not_attempts(
     [
         ({}, "waiting"),
         ({"unroutable": True}, "unroutable"),
-        ({"destination": "billing"}, "delivered"),
+        ({"destination": "billing"}, "queued"),
         ({"destination": "billing", "attempts": 1, "starts": 1}, "retrying"),
         ({"done_at": NOW}, "sent"),
-        ({"destination": "billing", "attempts": 1, "starts": 1, "done_at": NOW}, "sent"),
+        ({"destination": "billing", "attempts": 1, "starts": 1, "done_at": NOW}, "handled"),
+        ({"destination": "https://shop.example", "attempts": 1, "starts": 1, "done_at": NOW}, "sent"),
     ],
 )
 def test_a_row_is_in_one_state(row: dict[str, Any], state: str) -> None:
-    stored = as_stored(row_of(MESSAGE, **row), NOW)
+    stored = as_stored(row_of(MESSAGE, **row), NOW, routes=["https://shop.example"])
     assert stored.state == state
     assert stored.queue == (row.get("destination") or None)
 

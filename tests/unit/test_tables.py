@@ -173,6 +173,9 @@ def test_tables_that_live_fast_are_tuned_for_it_on_postgresql() -> None:
         statement = str(CreateTable(table).compile(dialect=postgresql.dialect()))
         assert " USING heap WITH (" in statement and "autovacuum_vacuum_scale_factor = 0.02" in statement
         assert ("fillfactor = 45" in statement) == (table is tables.messages)
+        assert "/* " in statement and "vacuum comes after a thousand dead rows" in statement
+        assert ("leases are written in place" in statement) == (table is tables.messages)
+        assert not {":", ";", "%"} & set(statement.partition("/*")[2]), "op.execute, a splitter or a driver reads them"
 
 
 def test_rows_are_numbered_in_64_bits_on_postgresql_and_never_again_on_sqlite() -> None:

@@ -134,7 +134,7 @@ async def test_all_that_is_there_comes_in_one_call_and_one_transaction(shop: Sho
     if shop.outbox.settings.transport is None:
         assert len([each for each in statements if re.match(rf"DELETE FROM (public\.)?{messages} WHERE", each)]) == 1
         assert not entries
-        assert (await shop.outbox.backlog()).queues[0].delivered == 0
+        assert (await shop.outbox.backlog()).queues[0].queued == 0
     else:
         assert len(entries) == 1
         assert await shop.entries() == 30

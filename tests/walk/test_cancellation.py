@@ -550,7 +550,7 @@ def _is_on_the_way(before: Sight, after: Sight, sight: Sight) -> bool:
     at_work = ("first", "second", "waiting")
     waiting = [sight.places.get(name, ()) for name in at_work]
     are_free = all(len(found) == 1 and found[0][3:] == (0, False) for found in waiting)
-    handled = {name for name, found in zip(at_work, waiting, strict=True) if found and found[0][0] == "sent"}
+    handled = {name for name, found in zip(at_work, waiting, strict=True) if found and found[0][0] == "handled"}
     others = {*before.places, *after.places, *sight.places} - {*at_work}
     return (
         are_free

@@ -55,7 +55,7 @@ async def test_status_counts_what_lies_where(command: Command, outbox: Outbox) -
             "queue": "broken",
             "transport": "database",
             "binding_keys": ["order.*"],
-            "delivered": 0,
+            "queued": 0,
             "retrying": 0,
             "leased": 0,
             "dead": 1,
@@ -74,7 +74,7 @@ async def test_status_says_the_same_to_people(command: Command, outbox: Outbox) 
     assert ran.code == 0
     assert re.search(r"^  waiting +2, 2 of them due$", ran.stdout, re.MULTILINE)
     assert re.search(r"^  rows +0\.0 in, 0\.0 out, per second$", ran.stdout, re.MULTILINE)
-    assert re.search(r"^QUEUE +BINDING KEYS +DELIVERED +RETRYING +LEASED +DEAD +OLDEST$", ran.stdout, re.MULTILINE)
+    assert re.search(r"^QUEUE +BINDING KEYS +QUEUED +RETRYING +LEASED +DEAD +OLDEST$", ran.stdout, re.MULTILINE)
     assert re.search(r"^broken +order\.\* +0 +0 +0 +1 +-$", ran.stdout, re.MULTILINE)
 
 
@@ -88,8 +88,8 @@ def test_rates_are_rows_written_and_rows_settled_between_two_looks() -> None:
     noon = datetime(2025, 1, 1, 12, tzinfo=UTC)
     before = Snapshot(noon, Backlog(waiting=10, rows_written=100, sent=5))
     queues = (
-        QueueBacklog(queue="billing", delivered=3, retrying=1),
-        QueueBacklog(queue="billing", transport="rabbitmq", delivered=7, retrying=None),
+        QueueBacklog(queue="billing", queued=3, retrying=1),
+        QueueBacklog(queue="billing", transport="rabbitmq", queued=7, retrying=None),
         QueueBacklog(queue="outbox.delay_10s", transport="rabbitmq", retrying=5),
     )
     after = Snapshot(
@@ -329,7 +329,7 @@ async def test_replaying_puts_the_chosen_ones_back_and_only_those(command: Comma
     ran = await command.run("dead-letters", "replay", str(ids[1]))
     assert (ran.code, ran.stdout) == (0, "replayed 1 dead letter\n")
     assert [letter.id for letter in await outbox.dead_letters.list()] == [ids[0], ids[2]]
-    assert [message.queue for message in await outbox.messages(state="delivered")] == ["broken"]
+    assert [message.queue for message in await outbox.messages(state="queued")] == ["broken"]
 
 
 async def test_replaying_less_than_was_asked_for_ends_with_1(command: Command, outbox: Outbox) -> None:

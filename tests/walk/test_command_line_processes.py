@@ -42,7 +42,7 @@ async def test_a_second_signal_ends_a_worker_with_130_and_its_message_is_tried_a
         await until(lambda: worker.send_signal(signal.SIGINT) or worker.poll() is not None)
         assert worker.returncode == ExitCode.FORCED
     [message] = await outbox.messages()
-    assert (message.state, message.attempt_count, message.crash_count) == ("delivered", 0, 0)
+    assert (message.state, message.attempt_count, message.crash_count) == ("queued", 0, 0)
 
 
 @pytest.mark.parametrize("listener", ["long", "in_a_thread", "waits_for_a_thread", "stubborn"])
@@ -86,7 +86,7 @@ async def test_a_relay_routes_until_a_signal_and_ends_with_0(command: Command, o
     with command.started("relay", "--log-level", "debug") as relay:
         async with outbox.transaction() as session:
             await outbox.emit(session, "order.created", {"id": 1})
-        await until(lambda: in_state(outbox, "delivered", 1))
+        await until(lambda: in_state(outbox, "queued", 1))
         relay.send_signal(signal.SIGTERM)
         _, log = await asyncio.to_thread(relay.communicate, timeout=SOON)
     assert relay.returncode == 0

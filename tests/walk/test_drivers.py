@@ -8,6 +8,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from outbox.core.attempt import Done, Reason
 from outbox.core.events import Emitted
 from outbox.core.prepared import prepare
 from outbox.core.store import Selection
+from outbox.testing import Emission, emitted, emitted_sync
 from tests.support.databases import url_on
 from tests.support.observing import Recorder, arrival
 from tests.support.outboxes import MakeOutbox
@@ -512,6 +514,61 @@ async def test_django_tells_of_its_commits_and_sleepers_are_woken(
     assert told == []
     await driver.commit()
     assert told == [None]
+
+
+@only("django-postgresql", "django-alias", "django-sqlite", "django-mysql")
+async def test_a_test_sees_what_the_open_transaction_of_a_django_connection_has_emitted(
+    driver: Driving, outbox: Outbox
+) -> None:
+    assert isinstance(driver, Django)
+
+    async def seen() -> list[Emission]:
+        return await driver.run(emitted_sync, driver.connection)
+
+    told: dict[str, Any] = TOLD
+    assert await seen() == []
+    await driver.begin()
+    sent = await driver.emit(outbox, "order.created", {"id": 1}, **told, eta=YEAR_2100, expiration=timedelta(hours=1))
+    await driver.emit_many(outbox, "order.paid", [2, 3])
+    await driver.emit(outbox, "order.due", 4, timer_id="t")
+    first = Emission("order.created", {"id": 1}, **told, eta=YEAR_2100, expiration=timedelta(hours=1))
+    others = [Emission("order.paid", 2), Emission("order.paid", 3)]
+    found = await seen()
+    assert found == [first, *others, Emission("order.due", 4, timer_id="t")]
+    assert found[0].message is not None
+    assert replace(found[0].message, expires_at=None) == sent
+    await driver.cancel_timer(outbox, "t")
+    await driver.savepoint()
+    await driver.emit(outbox, "order.lost", 5)
+    assert await seen() == [first, *others, Emission("order.lost", 5)]
+    await driver.rollback_to_savepoint()
+    assert await seen() == [first, *others]
+    await driver.rollback()
+    assert await seen() == []
+    await driver.begin()
+    await driver.emit(outbox, "order.created", 6)
+    assert await seen() == [Emission("order.created", 6)]
+    await driver.commit()
+    assert await seen() == []
+    with pytest.raises(TransactionError, match="would block the event loop"):
+        await emitted(driver.connection)
+
+
+@only("django-postgresql", "django-sqlite")
+async def test_outside_of_an_atomic_block_a_test_is_told_what_is_missing(closed: Driving, outbox: Outbox) -> None:
+    await closed.open(AUTOCOMMIT=False)
+    assert isinstance(closed, Django)
+    await closed.emit(outbox, "a", 1)
+    with pytest.raises(TransactionError, match=r"only inside `transaction.atomic\(\)`"):
+        await closed.run(emitted_sync, closed.connection)
+    await closed.run(lambda: closed.connection.rollback())
+
+
+@only("psycopg", "sqlite3")
+async def test_a_drivers_own_connection_does_not_tell_what_was_emitted(driver: Driving, outbox: Outbox) -> None:
+    assert isinstance(driver, Psycopg | Sqlite)
+    with pytest.raises(TransactionError, match="only SQLAlchemy's sessions and connections, and Django's"):
+        await driver.run(emitted_sync, driver.connection)
 
 
 @only("django-postgresql", "django-sqlite", "django-mysql")

@@ -124,7 +124,7 @@ async def test_of_two_routes_one_server_is_away_and_the_other_gets_everything(
         await other.until(50)
         await eventually(lambda: _none_left(outbox, f"{other.url}/all"))
         backlog = await outbox.backlog()
-        assert {queue.queue: queue.delivered for queue in backlog.queues} == {
+        assert {queue.queue: queue.queued for queue in backlog.queues} == {
             f"{sink.url}/orders": 50,
             f"{other.url}/all": 0,
         }

@@ -195,7 +195,7 @@ async def to_rabbitmq(shop: Shop, database: Outbox, rabbitmq: Outbox, command: C
     assert [stored.timer_id for stored in await database.messages(state="waiting") if stored.timer_id] == ["there"]
     assert backlog.due >= FEW
     assert (queues["ledger"].retrying or 0) >= FEW
-    assert (queues["shelf"].delivered or 0) >= FEW
+    assert (queues["shelf"].queued or 0) >= FEW
     # Step 4: the switch.
     refused = await command.run("tables", "switch-transport", "rabbitmq")
     assert (refused.code, "outbox worker --leftovers" in refused.stderr) == (ExitCode.WRONG, True)

@@ -458,7 +458,7 @@ async def test_a_connection_that_was_closed_makes_the_numbers_unknown(doctor: Do
     await connection.close()
     found = await outbox.backlog()
     [billing] = found.queues
-    assert (found.dead, found.leased, billing.delivered, billing.dead) == (None, None, None, None)
+    assert (found.dead, found.leased, billing.queued, billing.dead) == (None, None, None, None)
     await outbox.close()
 
 
@@ -508,7 +508,7 @@ async def test_a_broker_behind_routes_is_counted_and_examined_or_its_numbers_are
     document = (await command.run("status", "--json", "--interval", "0")).document
     numbers = (1, 0) if management else (None, None)
     assert (document["dead"], document["leased"]) == (found.dead, found.leased) == numbers
-    rows = {each.queue: (each.delivered, each.dead) for each in found.queues if each.transport == "rabbitmq"}
+    rows = {each.queue: (each.queued, each.dead) for each in found.queues if each.transport == "rabbitmq"}
     assert rows == ({"billing": (2, 1)} if management else {})
     assert (await command.run("queues", "list", "--json")).document["queues_known"] is management
     assert "may wait there: see outbox queues list" in (await command.run("messages", "list")).stdout
@@ -533,7 +533,7 @@ async def test_what_has_just_come_is_counted_although_the_management_interface_d
             await channel.basic_publish(str(number).encode(), exchange="outbox", routing_key="order.created")
         found = await outbox.backlog()
     await outbox.close()
-    assert [(row.queue, row.delivered, row.consumers) for row in found.queues] == [
+    assert [(row.queue, row.queued, row.consumers) for row in found.queues] == [
         ("billing", 5, 0),
         ("shipping", 5, 0),
     ]
@@ -567,8 +567,8 @@ async def test_with_the_management_interface_all_queues_are_counted(doctor: Doct
         document = (await command.run("status", "--json", "--interval", "0")).document
         assert (document["leased"], document["dead"]) == (1, 1)
     billing, shipping = counted["billing"], counted["shipping"]
-    assert (billing["binding_keys"], billing["delivered"], billing["leased"]) == (["order.*"], 1, 0)
-    assert (shipping["binding_keys"], shipping["delivered"]) == (["order.created"], 1)
+    assert (billing["binding_keys"], billing["queued"], billing["leased"]) == (["order.*"], 1, 0)
+    assert (shipping["binding_keys"], shipping["queued"]) == (["order.created"], 1)
     assert (billing["consumers"], shipping["consumers"], shipping["dead"]) == (0, 1, 0)
 
 

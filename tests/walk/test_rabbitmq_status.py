@@ -122,7 +122,7 @@ async def test_a_broker_that_was_stopped_is_told_and_delivery_goes_on_when_it_is
         assert ran.document["waiting"] == 10
         assert ran.document["dead"] is None, "unknown, and not 0"
         [queue] = ran.document["queues"]
-        assert {queue[name] for name in ("delivered", "retrying", "leased", "dead", "consumers")} == {None}
+        assert {queue[name] for name in ("queued", "retrying", "leased", "dead", "consumers")} == {None}
         assert re.search(r"^\S+\.orders +rabbitmq( +unknown){7}$", (await command.run("queues", "list")).stdout, re.M)
         assert "guest" not in ran.said
         await until(lambda: _nothing_leased(shop))
@@ -214,14 +214,14 @@ async def test_messages_and_dead_letters_at_the_broker_are_counted(
     async with outbox.running(relay=True):
         async with outbox.transaction() as session:
             await outbox.emit_many(session, "order.created", range(3))
-        await eventually(lambda: _counts(outbox, consumers=0, delivered=3, dead=2))
+        await eventually(lambda: _counts(outbox, consumers=0, queued=3, dead=2))
     found = await outbox.backlog()
     assert (found.dead, found.dead_by_reason) == (2, {"unknown": 2})
     document = (await command.run("status", "--json", "--interval", "0")).document
     [queue] = document["queues"]
     assert (document["dead"], queue["queue"], queue["transport"]) == (2, "orders", "rabbitmq")
     assert document["leased"] is None, "AMQP does not tell what workers hold"
-    assert (queue["delivered"], queue["dead"], queue["consumers"]) == (3, 2, 0)
+    assert (queue["queued"], queue["dead"], queue["consumers"]) == (3, 2, 0)
     assert (queue["leased"], queue["retrying"], queue["oldest"], queue["binding_keys"]) == (None, None, None, None)
     listed = (await command.run("queues", "list")).stdout
     assert re.search(r"^orders +rabbitmq +0 +unknown +3 +unknown +unknown +2 +unknown$", listed, re.M)
@@ -282,7 +282,7 @@ async def test_retries_that_wait_at_the_broker_are_rows_of_their_delays(
         rows = {each.queue.removeprefix(f"{table_name}."): each for each in (await outbox.backlog()).queues}
     assert set(rows) == {"usual", "own", "delay_600s", "delay_1200s"}
     assert {row.transport for row in rows.values()} == {"rabbitmq"}
-    assert (rows["usual"].retrying, rows["delay_600s"].delivered, rows["delay_600s"].consumers) == (None, 0, None)
+    assert (rows["usual"].retrying, rows["delay_600s"].queued, rows["delay_600s"].consumers) == (None, 0, None)
     command.settings["OUTBOX_RETRY_DELAYS"] = "600"
     listed = (await command.run("queues", "list")).stdout
     assert re.search(rf"^{table_name}\.delay_600s +rabbitmq +- +- +0 +2 +0 +0 +-$", listed, re.M)

@@ -91,7 +91,7 @@ async def test_a_message_commits_and_rolls_back_with_the_session_it_is_received_
     async with outbox.transaction() as session:
         assert await outbox.receive(session, "payments", payment())
     [stored] = await outbox.messages()
-    assert (stored.message.id, stored.queue, stored.state) == ("evt_1", "payments", "delivered")
+    assert (stored.message.id, stored.queue, stored.state) == ("evt_1", "payments", "queued")
 
 
 async def test_a_message_that_no_listener_wants_is_a_dead_letter_that_says_so(

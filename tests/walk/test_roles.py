@@ -145,7 +145,7 @@ async def test_the_whole_walk_works_under_the_roles(roles: Roles, shop: Shop, ma
 
 async def nothing_in_queues_and(operator: Outbox, **counts: int) -> bool:
     backlog = await operator.backlog()
-    queued = any(queue.delivered or queue.retrying for queue in backlog.queues)
+    queued = any(queue.queued or queue.retrying for queue in backlog.queues)
     return not backlog.dead and not queued and all(getattr(backlog, name) == count for name, count in counts.items())
 
 
@@ -183,7 +183,7 @@ async def test_a_relay_routes_for_workers_that_come_later(roles: Roles, shop: Sh
 
 
 async def delivered(operator: Outbox, count: int) -> bool:
-    return len(await operator.messages(state="delivered")) == count
+    return len(await operator.messages(state="queued")) == count
 
 
 async def test_a_relay_hands_messages_to_a_transport_tries_again_gives_up_and_cleans_up(

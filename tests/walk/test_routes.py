@@ -102,7 +102,7 @@ async def test_a_destination_that_is_away_delays_nobody_else(make_outbox: MakeOu
         backlog = await outbox.backlog()
         [found] = backlog.circuits
         assert (found.destination, found.state in (CircuitState.OPEN, CircuitState.PROBING)) == ("dead", True)
-        assert [(queue.queue, queue.delivered) for queue in backlog.queues] == [("alive", 0), ("dead", 50)]
+        assert [(queue.queue, queue.queued) for queue in backlog.queues] == [("alive", 0), ("dead", 50)]
     assert {event.destination for event in recorder.of(Relayed)} == {"alive"}
 
 
@@ -185,7 +185,7 @@ async def test_a_route_that_is_gone_is_named_when_a_relay_starts_and_can_be_remo
     assert (found.level, "other gets copies of order.*, user.*" in found.what) == (Level.WARNING, True)
     assert found.advice == "run: outbox queues remove other"
     shown = (await command.run("status", "--json", "--interval", "0")).document
-    assert [(queue["queue"], queue["delivered"]) for queue in shown["queues"]] == [("one", 0), ("other", 1)]
+    assert [(queue["queue"], queue["queued"]) for queue in shown["queues"]] == [("one", 0), ("other", 1)]
     assert "removed 2 bindings of other" in (await command.run("queues", "remove", "other")).said
     assert await outbox.bindings() == [Binding("one", "#")]
     recorder.events.clear()

@@ -104,7 +104,7 @@ async def test_what_was_acknowledged_and_not_handled_is_handled_by_the_next_work
     await in_the_broker(vhost, "ledger", 0)
     doomed.kill()
     await asyncio.to_thread(doomed.wait, SOON)
-    assert len(await outbox.messages(state="delivered", queue="ledger", limit=FEW * 2)) == FEW
+    assert len(await outbox.messages(state="queued", queue="ledger", limit=FEW * 2)) == FEW
     shipping.start("worker", "ledger", SHOP_LEASE="30")
     await once_each(outbox, shipping)
 

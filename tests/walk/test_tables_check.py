@@ -111,6 +111,7 @@ async def test_a_migration_that_alembic_writes_makes_tables_without_a_difference
         context = MigrationContext.configure(connection, opts=others)
         migration = produce_migrations(context, outbox.metadata)
         written = render_python_code(migration.upgrade_ops, migration_context=context)  # type: ignore[arg-type]
+        assert "/* each page has free space, so that leases are written in place (HOT)" in written
         script = dedent(f"    {written}")
         exec(script, {"op": Operations(context), "sa": sqlalchemy, "mysql": mysql, "outbox": outbox_package})  # noqa: S102 - Alembic's own words
 

@@ -550,7 +550,7 @@ async def test_everything_that_is_kept_becomes_older(make_outbox: MakeOutbox) ->
     await advance(outbox, timedelta(hours=10))
 
     after, dead_after = await outbox.messages(), await outbox.dead_letters.list()
-    assert [each.state for each in after] == ["waiting", "sent"]
+    assert [each.state for each in after] == ["waiting", "handled"]
     for was, now in zip(before, after, strict=True):
         for name in ("due_at", "routed_at", "done_at"):
             _is_older(getattr(was, name), getattr(now, name))

@@ -108,7 +108,7 @@ async def test_every_message_in_a_queue_is_handled_once(queues: Outbox, recorder
         await recorder.wait_for(Handled, len(expected) + 1)
     assert Counter(await effects.all()) == Counter([*expected, "billed dead"])
     assert attempts == {"routed": 1, "leased": 1, "retrying": 2, "waiting": 1, "timer": 1, "dead": 1}
-    assert {found.state for found in await queues.messages()} == {"sent"}
+    assert {found.state for found in await queues.messages()} == {"handled"}
     assert {*await queues.bindings()} >= {Binding("billing", "order.created"), Binding("audit", "order.#")}
     assert await queues.check_tables() == []
 

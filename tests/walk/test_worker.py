@@ -437,7 +437,7 @@ async def test_a_worker_that_is_cancelled_ends_and_gives_everything_back(make_ou
         await asyncio.gather(task, return_exceptions=True)
     assert task.cancelled()
     backlog = await outbox.backlog()
-    assert (backlog.leased, backlog.queues[0].delivered) == (0, 3)
+    assert (backlog.leased, backlog.queues[0].queued) == (0, 3)
 
 
 async def test_two_listeners_on_one_queue_are_refused(outbox: Outbox) -> None:

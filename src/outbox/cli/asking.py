@@ -59,7 +59,7 @@ def _no_tables(outbox: Outbox) -> str:
 
 
 def explained(error: Exception, outbox: Outbox) -> Failure:
-    """What a database's error means for whoever typed the command."""
+    """What a database's error means for the user of the command."""
     words, state = _words(error), sql_state(error)
     if state == REFUSED:
         return Failure(ExitCode.CONFIGURATION, f"the database does not allow it: {words}")
@@ -72,7 +72,7 @@ def place(url: URL) -> str:
     """Where a database is, without who logs in there."""
     if url.host is None:
         return url.database or "in memory"
-    host = url.host.rpartition("@")[2]  # before it stands the rest of a password that nobody quoted
+    host = url.host.rpartition("@")[2]  # before it stands the rest of a password that was not quoted
     port = "" if url.port is None else f":{url.port}"
     return f"{host}{port}/{url.database or ''}"
 

@@ -27,12 +27,12 @@ class ExitCode(IntEnum):
         code.meaning = meaning
         return code
 
-    FINE = 0, "all went well"
-    WRONG = 1, "not found, nothing to do, or a ledger that does not balance"
-    USAGE = 2, "the command was not written as its help says"
-    CONFIGURATION = 3, "the setup cannot work; the line on stderr says what to change"
+    FINE = 0, "success"
+    WRONG = 1, "not found, nothing to do, or wrong numbers at the end of demo"
+    USAGE = 2, "wrong usage: see --help"
+    CONFIGURATION = 3, "the configuration cannot work; the line on stderr says what to change"
     UNREACHABLE = 4, "the database, or a broker, cannot be reached"
-    ABANDONED = 5, "the grace ended before listeners did; their messages are tried again"
+    ABANDONED = 5, "the grace ended before the listeners did; their messages are tried again"
     UNHEALTHY = 6, "tables check found a difference, or doctor found an error"
     FORCED = 130, "like 5, because of a second signal"
 

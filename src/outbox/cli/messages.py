@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator, Sequence
-from enum import StrEnum
 from typing import Annotated
 
 import typer
@@ -15,6 +15,7 @@ from outbox.cli.documents import document, print_document
 from outbox.cli.exits import ExitCode, Failure
 from outbox.cli.targets import AsJson, OutboxName, find_outbox
 from outbox.core.message import Message
+from outbox.core.states import DELIVERED, State, in_state
 from outbox.core.store import IN_DATABASE, StoredMessage
 from outbox.core.transport import countable
 from outbox.instance import Outbox
@@ -29,20 +30,19 @@ GONE = "those that were handled are deleted unless clean_up_after keeps them"
 _HISTORY = re.compile(r"(?P<when>\S+ \S+Z) (?P<what>attempt \d+|unroutable|replayed|given up)(?P<how>.*)")
 
 
-class State(StrEnum):
-    """Where a stored message can be; dead ones are listed by `outbox dead-letters`."""
-
-    WAITING = "waiting"
-    UNROUTABLE = "unroutable"
-    DELIVERED = "delivered"
-    RETRYING = "retrying"
-    SENT = "sent"
+def state_name(text: str) -> str:
+    """A state's name. The help does not show the one of 0.1, which is accepted all the same."""
+    if text not in (DELIVERED, *State):
+        raise typer.BadParameter(f"{text!r} is not one of {', '.join(map(repr, map(str, State)))}.")
+    return text
 
 
 Limit = Annotated[int, typer.Option(min=1, help="At most this many.")]
 After = Annotated[int, typer.Option(min=0, help="Continue after this id, the last one of the previous list.")]
 WithBody = Annotated[bool, typer.Option("--body", help="Show the body too, as text or else in base64.")]
-OneState = Annotated[State | None, typer.Option(help="Only those in this state.")]
+OneState = Annotated[
+    str | None, typer.Option(parser=state_name, metavar=f"<{'|'.join(State)}>", help="Only those in this state.")
+]
 OneQueue = Annotated[str | None, typer.Option(help="Only those of this queue.")]
 MessageId = Annotated[
     str, typer.Argument(metavar="MESSAGE_ID", help="The message's id, its last tracking id.", show_default=False)
@@ -61,7 +61,11 @@ def list_messages(
 ) -> None:
     """List stored messages, oldest first, a line for each queue that a message is in. Dead letters are left out."""
     outbox = find_outbox(outbox_name)
-    found = ask(outbox, lambda: outbox.messages(state=state, queue=queue, limit=limit, after=after))
+    found, deprecated = ask(
+        outbox, lambda: in_state(outbox.store.inspection, state, queue=queue, limit=limit, after=after)
+    )
+    if deprecated is not None:
+        screen.show(screen.note(deprecated), on=screen.console(sys.stderr))
     next_after = str(found[-1].row_id) if len(found) == limit else None
     if as_json:
         print_document({"messages": found, "next_after": next_after}, with_body=with_body)
@@ -148,7 +152,7 @@ def _walk(place: StoredMessage) -> Iterator[Fact]:
     history = [attempt_fact(line) for line in place.history.splitlines()]
     if place.timer_id is not None:
         yield "timer", place.timer_id
-    if place.attempt_count <= (place.state == "sent") and not history:
+    if place.attempt_count <= (place.state in (State.SENT, State.HANDLED)) and not history:
         yield "due", words.moment(place.due_at)  # after a failure it tells when the next attempt is
     yield from (fact for fact in history if fact[0] == UNROUTABLE)
     if place.routed_at is not None:
@@ -177,13 +181,13 @@ def _now(place: StoredMessage) -> str:
         case State.UNROUTABLE:
             again = words.moment(place.due_at)
             return f"unroutable: no queue is bound to {place.message.routing_key}; looked at again {again}"
-        case State.DELIVERED:
-            return "delivered, waiting for its first attempt" if place.leased_until is None else "being handled"
+        case State.QUEUED:
+            return "queued, waiting for its first attempt" if place.leased_until is None else "being handled"
         case State.RETRYING:
             return f"retrying after {attempts}, the next is due {words.moment(place.due_at)}"
-        case State.SENT:
+        case State.SENT | State.HANDLED:
             done = words.moment(place.done_at) if place.done_at else ""
-            return f"handled {done}, after {attempts}" if place.queue else f"sent {done}, after {attempts}"
+            return f"{place.state} {done}, after {attempts}"
         case _:
             died = words.moment(place.done_at) if place.done_at else ""
             return f"dead letter {place.row_id} since {died}, after {attempts}: {place.reason}"

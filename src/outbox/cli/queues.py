@@ -1,4 +1,4 @@
-"""`outbox queues`: who asks for what, and what lies there."""
+"""`outbox queues`: the bindings of queues, and how many messages are in them."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def _are_unknown(backlog: Backlog, transport: str | None) -> bool:
 
 def queue_table(queues: Sequence[QueueBacklog]) -> Table:
     """Queues as status and `queues list` show them; where they are is shown if some are at a broker."""
-    numbers = ("delivered", "retrying", "leased", "dead", "oldest")
+    numbers = ("queued", "retrying", "leased", "dead", "oldest")
     at_broker = ("transport", "consumers") if any(found.transport != IN_DATABASE for found in queues) else ()
     return screen.table(
         ("queue", *at_broker, "binding keys", *numbers),
@@ -173,10 +173,8 @@ def queue_table(queues: Sequence[QueueBacklog]) -> Table:
                 found.queue,
                 *([found.transport, _consumers(found)] if at_broker else []),
                 _told(None if found.binding_keys is None else ", ".join(found.binding_keys) or words.NOTHING),
-                *map(_told, (found.delivered, found.retrying, found.leased, found.dead)),
-                _told(None)
-                if found.transport != IN_DATABASE and found.delivered != 0
-                else words.duration(found.oldest),
+                *map(_told, (found.queued, found.retrying, found.leased, found.dead)),
+                _told(None) if found.transport != IN_DATABASE and found.queued != 0 else words.duration(found.oldest),
             )
             for found in queues
         ],
@@ -185,8 +183,8 @@ def queue_table(queues: Sequence[QueueBacklog]) -> Table:
 
 
 def _consumers(found: QueueBacklog) -> object:
-    """Only what a broker hands to workers has any."""
-    has_none = found.transport == IN_DATABASE or (found.delivered == 0 and found.consumers is None)
+    """Only queues of a broker have any."""
+    has_none = found.transport == IN_DATABASE or (found.queued == 0 and found.consumers is None)
     return words.NOTHING if has_none else _told(found.consumers)
 
 

@@ -1,4 +1,4 @@
-"""`outbox relay`: hands stored messages on."""
+"""`outbox relay`: sends stored messages to the transport."""
 
 from __future__ import annotations
 

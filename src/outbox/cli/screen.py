@@ -13,7 +13,7 @@ from rich.text import Text
 
 from outbox.cli import words
 
-WITHOUT_LIMIT = 10_000  # columns where no terminal sets a width: whoever reads a pipe wants whole values
+WITHOUT_LIMIT = 10_000  # columns where no terminal sets a width: a reader of a pipe wants whole values
 
 
 def console(file: IO[str] | None = None) -> Console:

@@ -9,7 +9,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from outbox.environment import PREFIX
 
 HIDDEN = "***"
-EXAMPLE = "user:password@"  # nobody's: it stands in our own advice
+EXAMPLE = "user:password@"  # of no user: it stands in our own advice
 
 _USER_INFORMATION = re.compile(r"(?<=://)[^\s/@\"']*:[^\s\"']*@")  # to the last @: a password may hold others
 _NAMES = re.compile(r"password|passwd|secret|token|key|signature|^sig$", re.IGNORECASE)

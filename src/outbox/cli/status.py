@@ -1,4 +1,4 @@
-"""`outbox status`: what lies where, and how fast it comes and goes."""
+"""`outbox status`: how many messages are in which state and queue, and their rates."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ async def slot_status(outbox: Outbox) -> SlotStatus | None:
 
 @asynccontextmanager
 async def _watched(outbox: Outbox) -> AsyncIterator[Asking]:
-    """How to ask for the condition of the transport; None is the answer where nobody can tell."""
+    """How to ask for the condition of the transport; None is the answer where it is not known."""
 
     async def asked() -> Condition | None:
         return None if trouble is None else Condition(transport.name, await trouble())
@@ -225,6 +225,7 @@ def _parts(found: Status) -> list[RenderableType]:
                 ("leased", words.UNKNOWN if backlog.leased is None else backlog.leased),
                 ("unroutable", f"{backlog.unroutable}, no queue is bound to them" if backlog.unroutable else 0),
                 ("sent", f"{backlog.sent}, kept by clean_up_after" if backlog.sent else 0),
+                ("handled", f"{backlog.handled}, kept by clean_up_after" if backlog.handled else 0),
                 ("dead", _dead(backlog)),
                 ("rows", _rates(found.rates)),
                 *_transport(found.look.condition),

@@ -103,7 +103,7 @@ def _load(module: str) -> object:
                 ExitCode.CONFIGURATION, f"no module is called {error.name!r}, in this folder or among those installed"
             ) from None
         raise _broken(module, error) from None
-    except Exception as error:  # noqa: BLE001 - somebody's module may raise anything
+    except Exception as error:  # noqa: BLE001 - the user's module may raise anything
         raise _broken(module, error) from None
 
 

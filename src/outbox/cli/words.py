@@ -1,4 +1,4 @@
-"""Words: values as people read them. Whatever a stranger put into a message cannot steer the terminal."""
+"""Words: values as people read them. Nothing that another program put into a message can control the terminal."""
 
 from __future__ import annotations
 

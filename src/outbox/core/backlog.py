@@ -7,23 +7,25 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from enum import StrEnum
 
+from outbox.core.callers_line import CallersLine
 from outbox.core.durations import NO_DELAY
 from outbox.core.message import Message
 
 IN_DATABASE = "database"  # the transport whose queues are in the store itself
+IN_ROUTES = "routes"  # the transport whose queues are emptied by relays, one for each route
 UNKNOWN = "unknown"  # in place of a reason that would have to be read at a broker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueBacklog:
-    """What lies in one queue. None is a number that cannot be told, which happens at a broker alone."""
+    """How many messages are in one queue. None is a number that is not known, which happens at a broker only."""
 
     queue: str
     transport: str = IN_DATABASE  # where the queue is
     binding_keys: tuple[str, ...] | None = ()
-    delivered: int | None = 0  # not attempted yet; at a broker: in the queue itself, retries that came back included
+    queued: int | None = 0  # not attempted yet; at a broker: in the queue itself, retries that came back included
     retrying: int | None = 0  # attempted and waiting for the next attempt
-    leased: int | None = 0  # in flight: held by a worker, and counted in delivered or retrying as well
+    leased: int | None = 0  # in flight: held by a worker, and counted in queued or retrying as well
     dead: int | None = 0
     oldest: timedelta | None = None  # for how long the oldest due message has been due; never told at a broker
     consumers: int | None = None  # at a broker: how many workers consume it, once for each of their connections
@@ -31,14 +33,20 @@ class QueueBacklog:
     @property
     def open(self) -> int:
         """How many are known to wait here, or to be in flight."""
-        return (self.delivered or 0) + (self.retrying or 0)
+        return (self.queued or 0) + (self.retrying or 0)
+
+    @property
+    def delivered(self) -> int | None:
+        """The name that `queued` had in 0.1."""
+        CallersLine.here().warn("QueueBacklog.delivered is deprecated: it is called queued", DeprecationWarning)
+        return self.queued
 
 
 class CircuitState(StrEnum):
     """How a destination is."""
 
     CLOSED = "closed"  # it answers
-    OPEN = "open"  # it does not: nobody asks it for a while
+    OPEN = "open"  # it does not answer: no relay asks it for a while
     PROBING = "probing"  # one relay asks it with one message
 
 
@@ -56,7 +64,7 @@ class Circuit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backlog:
-    """What lies in a store at one moment."""
+    """How many messages a store has at one moment."""
 
     waiting: int = 0  # emitted and not yet sent or routed, the unroutable ones not counted
     due: int = 0  # of those: could be sent now
@@ -65,7 +73,8 @@ class Backlog:
     oldest: timedelta | None = None  # for how long the oldest due message, waiting or in a queue, has been due
     leased: int | None = 0  # held by a relay or a worker, queues included; none: a broker does not tell its workers'
     unroutable: int = 0  # no binding matches them
-    sent: int = 0  # kept by clean_up_after
+    sent: int = 0  # kept by clean_up_after: those that relays sent
+    handled: int = 0  # kept by clean_up_after: those that listeners handled
     dead: int | None = 0  # those in a broker's queues included; none: they cannot be counted
     dead_by_reason: Mapping[str, int] = field(default_factory=dict)  # `unknown`: those in a broker's queues
     rows_written: int = 0  # since the table was made: the difference of two looks tells a rate
@@ -73,7 +82,7 @@ class Backlog:
     circuits: tuple[Circuit, ...] = ()  # of destinations that once did not answer, and still get messages or have some
 
     def beside(self, queues: Sequence[QueueBacklog] | None) -> Backlog:
-        """Together with what lies in the queues of a broker; none: nothing is known of them."""
+        """Together with the numbers of a broker's queues; none: nothing is known of them."""
         if queues is None:
             return replace(self, leased=None, dead=None)
         elsewhere = {found.queue for found in queues}
@@ -101,7 +110,7 @@ class StoredMessage:
 
     row_id: int
     message: Message
-    state: str  # waiting, unroutable, delivered, retrying, sent or dead
+    state: str  # waiting, unroutable, queued, retrying, sent, handled or dead
     queue: str | None
     due_at: datetime
     routed_at: datetime | None

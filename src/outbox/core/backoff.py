@@ -36,7 +36,7 @@ class Backoff:
 
 
 class ErrorBackoff:
-    """Pauses after errors, each twice as long as the one before; or those that somebody chose."""
+    """Pauses after errors, each twice as long as the one before; or those that the user chose."""
 
     def __init__(self, longest: float, shortest: float, chosen: RestartDelay | None) -> None:
         self._pace = Backoff(longest, shortest)
@@ -59,7 +59,7 @@ class ErrorBackoff:
 
 
 def chosen_pause(chosen: RestartDelay | None, count: int, error: BaseException) -> float | None:
-    """The pause that somebody chose after so many errors in a row, in seconds."""
+    """The pause that the user chose after so many errors in a row, in seconds."""
     with suppress(Exception):  # a function that cannot say leaves it to us
         said = chosen(count, error) if callable(chosen) else chosen
         return None if said is None else as_delay(said).total_seconds()

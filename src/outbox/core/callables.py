@@ -1,4 +1,4 @@
-"""Callables: what kind of function somebody gave us, and what it asks for."""
+"""Callables: what kind of function the user gave us, and what it asks for."""
 
 from __future__ import annotations
 

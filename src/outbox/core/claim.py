@@ -53,7 +53,7 @@ class Selection:
 
 
 class Claim(Protocol):
-    """Attempts that nobody else makes while this is held. Renewed while it is open."""
+    """Attempts that no other process makes while this is held. Renewed while it is open."""
 
     @property
     def attempts(self) -> Sequence[Attempt]: ...

@@ -172,7 +172,7 @@ def binary_id(headers: Mapping[str, str]) -> str:
 def parse(headers: Mapping[str, str], body: bytes) -> list[ReceivedEvent]:
     """The events of a request in any of the three modes; names of headers in lower case. Raises CloudEventInvalid.
 
-    A body of JSON is kept byte for byte. Limits are not checked here: whoever stores a message checks it.
+    A body of JSON is kept byte for byte. Limits are not checked here: they are when the message is stored.
     """
     kind = _media_type(headers.get("content-type", ""))
     if kind.startswith("application/cloudevents"):

@@ -1,4 +1,4 @@
-"""DeadLetter: a message nobody will try again, with the reason, until it is replayed or discarded."""
+"""DeadLetter: a message that is no longer tried, with the reason, until it is replayed or discarded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeadLetter:
-    """The unchanged message and why it lies here. `queue` is none where no queue had been reached."""
+    """The unchanged message and why it is dead. `queue` is none if it had not reached a queue."""
 
     id: int
     message: Message

@@ -43,14 +43,14 @@ class Examination:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claimable:
-    """What lies for one destination, and who holds it."""
+    """The messages for one destination: due, leased, expired, retried."""
 
     queue: str | None  # None: not routed yet
-    due: int  # nobody holds them and they could be claimed now
+    due: int  # no process holds them and they could be claimed now
     overdue: timedelta | None  # for how long the oldest of them has been due
-    leased: int  # held by somebody
+    leased: int  # held by a process
     next_end: timedelta | None  # when the first of these leases ends unless it is renewed
-    expired: int  # their lease ran out, and nobody has claimed them since
+    expired: int  # their lease ran out, and no process has claimed them since
     expired_for: timedelta | None  # since when, at most
     retried: int = 0  # their last attempt failed, or their destination refused them
     retried_for: timedelta | None = None  # since the first of these was first due

@@ -125,7 +125,7 @@ class HeadersTooLarge(MessageError):
 
 
 class TimeInvalid(MessageError):
-    """An `eta` or `expiration` is no time, or lies outside of what can be stored."""
+    """An `eta` or `expiration` is not a time, or is outside of the range that can be stored."""
 
 
 class TimerIdInvalid(MessageError):

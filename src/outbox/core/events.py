@@ -258,6 +258,6 @@ Event = (
 
 
 class Observer(Protocol):
-    """Hears every event. Must not block and need not be safe: an observer's error is logged and forgotten."""
+    """Gets every event. Must not block and may raise: an observer's error is logged, and nothing else."""
 
     def __call__(self, event: Event, /) -> None: ...

@@ -49,7 +49,7 @@ def check_lane(lane: Lane | None) -> None:
 
 
 def named_lane(lane: object) -> str | None:
-    """A lane's name, as somebody's function gave it; None: no lane."""
+    """A lane's name, as the user's function gave it; None: no lane."""
     if lane is not None and (not isinstance(lane, str) or not lane):
         raise ConfigurationError(f"lane={lane!r}: a name, None for no lane, or a function of the message that says so")
     return lane
@@ -123,5 +123,5 @@ def _takes(function: Callable[..., Any], count: int) -> bool:
     except TypeError:
         return False
     except ValueError:
-        return True  # it has no signature to read: somebody wrote it in C and knows
+        return True  # it has no signature to read: it is written in C
     return True

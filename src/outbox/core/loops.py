@@ -113,7 +113,7 @@ async def finish(work: Coroutine[Any, Any, Result], within: float) -> Result:
 
 
 async def _work(work: Coroutine[Any, Any, Result], over: asyncio.Future[bool]) -> Result:
-    """Says by itself when it is over: whoever waits goes on in the very next turn of the loop."""
+    """Notifies its waiter itself when it is over: the task goes on in the next iteration of the loop."""
     try:
         return await work
     finally:
@@ -130,7 +130,7 @@ async def _give_up(task: asyncio.Task[Any]) -> None:
         task.cancel()
         await asyncio.wait([task], timeout=GIVEN_UP_ENDS_WITHIN)
     if task.done() and not task.cancelled():
-        task.exception()  # looked at, so that nobody is told about it later
+        task.exception()  # looked at, so that asyncio does not report it later
 
 
 # What a worker says when it cancels a listener, so that a listener's own cancellation differs.

@@ -1,4 +1,4 @@
-"""Printing: text that a stranger may have written, as one line that neither breaks nor steers what shows it."""
+"""Printing: text of other programs, as one line without line breaks or control characters."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ class Queues(Protocol):
         ...
 
     async def unbind(self, queue: str, binding_key: str | None = None) -> int:
-        """Remove a queue's bindings, or one of them; what already lies in it stays. Returns how many there were."""
+        """Remove a queue's bindings, or one of them; its messages stay. Returns how many there were."""
         ...
 
     async def bindings(self) -> list[Binding]: ...
@@ -142,7 +142,7 @@ class Queues(Protocol):
     ) -> Routing:
         """Give due, unrouted messages their destinations, by the bindings of the same moment.
 
-        What is wanted from a queue is leased by the same statement; whoever gets such a claim enters it.
+        What is wanted from a queue is leased by the same statement; the caller that gets such a claim enters it.
         """
         ...
 
@@ -165,7 +165,7 @@ class Queues(Protocol):
         ...
 
     def announce(self, *destinations: str | None) -> None:
-        """Tell whoever sleeps in `wait`, here or in other processes, that there may be work. Never fails."""
+        """Wake tasks that sleep in `wait`, here or in other processes: there may be work. Never fails."""
         ...
 
 
@@ -204,7 +204,7 @@ class CircuitTable(Protocol):
     async def open(
         self, destination: str | None, pause: timedelta, error: str, *, probe: int | None = None, refusing: bool = False
     ) -> bool:
-        """No answer came: nobody is to ask again before the pause is over. Says whether that is news.
+        """No answer came: no relay is to ask again before the pause is over. Says whether that is news.
 
         Without `probe` it opens a circuit that was closed; with it, one that this very probe was to find out about.
         `refusing`: answers came, and all were refusals. Since when is kept until the destination takes something.
@@ -212,7 +212,7 @@ class CircuitTable(Protocol):
         ...
 
     async def probe(self, destination: str | None, lease: timedelta) -> int | None:
-        """Be the one who asks a destination whose pause is over; None if somebody else does, or nobody needs to.
+        """Be the one relay that asks a destination whose pause is over; None if another one does, or none needs to.
 
         Returns what `open` wants to hear if no answer comes. Who gives no word within the lease is replaced.
         """
@@ -272,7 +272,7 @@ class Inspection(Protocol):
         ...
 
     async def claimable(self) -> list[Claimable]:
-        """What lies for each destination and could be claimed, and what is held."""
+        """The messages for each destination that could be claimed, and those that are leased."""
         ...
 
     async def examine(self) -> Examination:

@@ -31,7 +31,7 @@ class Routing:
     taken: int = 0  # messages looked at
     routed: Mapping[str, int] = field(default_factory=dict)  # copies written, by queue
     unroutable: Mapping[str, int] = field(default_factory=dict)  # by routing key: no binding matches, they wait
-    discarded: int = 0  # messages that nobody needs, by the `unroutable` setting
+    discarded: int = 0  # messages that no queue needs, by the `unroutable` setting
     claims: Mapping[str, Leased] = field(default_factory=dict)  # leased at once, by queue
 
 

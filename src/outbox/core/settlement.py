@@ -20,7 +20,7 @@ class Settlement:
         return self._cancelled or self._written is not None
 
     def cancelled(self) -> bool:
-        """Whether nobody will know: it was settled before, or the transport closed and gave the message back."""
+        """Whether it will not be known: it was settled before, or the transport closed and gave the message back."""
         return self._cancelled
 
     def result(self) -> bool:

@@ -7,7 +7,16 @@ from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 from sqlalchemy import URL, Engine
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from outbox.core.backlog import IN_DATABASE, UNKNOWN, Backlog, Circuit, CircuitState, QueueBacklog, StoredMessage
+from outbox.core.backlog import (
+    IN_DATABASE,
+    IN_ROUTES,
+    UNKNOWN,
+    Backlog,
+    Circuit,
+    CircuitState,
+    QueueBacklog,
+    StoredMessage,
+)
 from outbox.core.claim import Claim, Feed, Lease, Leased, QueueClaim, QueueFeed, Rows, Selection, Suspected
 from outbox.core.dead_letter import DeadLetters
 from outbox.core.durations import Retention
@@ -27,6 +36,7 @@ from outbox.core.routing import DISCARD, Receipt, Reception, Routing, Seal, Stat
 __all__ = [
     "DISCARD",
     "IN_DATABASE",
+    "IN_ROUTES",
     "TRANSPORT",
     "UNKNOWN",
     "AnyEngine",

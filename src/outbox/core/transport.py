@@ -117,7 +117,7 @@ class Delivery(ABC):
 
     @abstractmethod
     def settle(self, outcome: Outcome) -> Settlement:
-        """Say how it ended, once. Written in batches, nobody waits; False = nothing was written: it comes again."""
+        """Say how it ended, once. Written in batches, without waiting; False = nothing was written: it comes again."""
 
     @property
     def is_lost(self) -> bool:

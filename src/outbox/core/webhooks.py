@@ -70,7 +70,7 @@ class Secrets:
         return tuple(_digest(key, f".{id}".encode()).hex() for key in signers)
 
 
-AnySecrets = Secrets | str | bytes | Iterable[str | bytes]  # as somebody may give them
+AnySecrets = Secrets | str | bytes | Iterable[str | bytes]  # as a caller may give them
 
 
 def sign(secrets: Secrets, id: str, timestamp: int, body: bytes) -> dict[str, str]:

@@ -55,7 +55,7 @@ class BatchHandling(Handling):
             return None
 
     async def _together(self, parts: Sequence[Part]) -> None:
-        """One call for all of them. If it raises nobody knows whose fault it was, and each is called alone."""
+        """One call for all of them. If it raises, the message at fault is not known, and each is called alone."""
         began = time.monotonic()
         together = Together(parts)
         if together.is_lost:

@@ -26,7 +26,7 @@ class BatchInbox(Inbox):
 
     @contextmanager
     def entered(self, connection: Connection, queue: str, delivery: Delivery) -> Iterator[None]:
-        assert isinstance(delivery, Together)  # noqa: S101 - nobody else calls with this inbox
+        assert isinstance(delivery, Together)  # noqa: S101 - only batches are called with this inbox
         if delivery.is_under_leases:
             yield
             self._complete(connection, queue, delivery)

@@ -13,7 +13,7 @@ from outbox.core.transport import Consumer, Delivery
 
 
 class Batch(Delivery):
-    """Deliveries that a listener gets as a list. To whoever holds them they are like one."""
+    """Deliveries that a listener gets as a list. To their holder they are like one."""
 
     def __init__(self, deliveries: Sequence[Delivery]) -> None:
         self.deliveries = deliveries
@@ -43,7 +43,7 @@ class Batch(Delivery):
 
 
 class Batches(Consumer):
-    """What a transport delivers, in lists. Nobody waits for a list to fill.
+    """What a transport delivers, in lists. A list is not waited for until it is full.
 
     What failed before comes alone, and so does what may have killed its worker: it would take others with it.
     """
@@ -73,7 +73,7 @@ class Batches(Consumer):
         return Batch(batch)
 
     async def aclose(self) -> None:
-        """Give back what nobody took."""
+        """Give back what was not taken."""
         if self._kept is not None:
             self._kept.settle(Released())
         await self._deliveries.aclose()

@@ -19,7 +19,7 @@ Start = Callable[["Slots", Delivery, Exception | None], None]  # the error: it h
 
 
 class Slots:
-    """One task takes from here and waits for a free slot; whoever has ended gives his back."""
+    """One task takes from here and waits for a free slot; a run that has ended gives its own back."""
 
     def __init__(self, count: int, start: Start) -> None:
         self.free = count
@@ -39,7 +39,7 @@ class Slots:
         await self._freed.wait()
 
     def give_back(self) -> None:
-        """Nobody waits here."""
+        """Nothing waits here."""
 
 
 class Lanes(Slots):
@@ -58,7 +58,7 @@ class Lanes(Slots):
     def take(self, delivery: Delivery) -> None:
         try:
             name = self._name(delivery)
-        except Exception as error:  # noqa: BLE001 - somebody's function names the lane
+        except Exception as error:  # noqa: BLE001 - the user's function names the lane
             self.free -= 1
             self._start(self, delivery, error)
             return

@@ -127,7 +127,7 @@ class Handling:
             case LeaseLost():
                 return Released(inbox.LEASE_LOST_PAUSE)
             case asyncio.CancelledError() if ABANDONED in error.args:
-                delivery.settle(Released())  # the worker gives up on this listener; somebody else may try
+                delivery.settle(Released())  # the worker gives up on this listener; another worker may try
                 raise error
             case _:  # a cancellation that is not ours is the listener's own doing, or of something it called
                 return self._failed(delivery.attempt, error)
@@ -143,7 +143,7 @@ class Handling:
         text = self._text(error)
         try:
             delay = self._retry_policy.delay(attempt.attempt_count, error)
-        except Exception as policy_error:  # noqa: BLE001 - somebody's function decides
+        except Exception as policy_error:  # noqa: BLE001 - the user's function decides
             return Dead(Reason.EXHAUSTED, f"retry_delays raised {type(policy_error).__name__}; the failure was: {text}")
         return Dead(Reason.EXHAUSTED, text) if delay is None else RetryIn(delay, text)
 

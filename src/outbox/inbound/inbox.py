@@ -24,7 +24,7 @@ class AlreadyHandled(Exception):
 
 
 class NotStarted(Exception):
-    """The listener was not called: its session has no connection, or no entry can be made. Nobody's attempt."""
+    """The listener was not called: its session has no connection, or no entry can be made. It is no attempt."""
 
 
 class CommitUnknown(Exception):
@@ -32,7 +32,7 @@ class CommitUnknown(Exception):
 
 
 class TooOld(Exception):
-    """The message is older than inbox entries become: nobody knows whether it was handled."""
+    """The message is older than inbox entries become: it is not known whether it was handled."""
 
 
 @contextmanager
@@ -55,7 +55,7 @@ class Memory:
         self._retention = retention if isinstance(retention, timedelta) else None
 
     def refusal(self, message: Message) -> TooOld | None:
-        """Why nobody can tell whether a message is new, if the entry of an earlier copy may be gone already."""
+        """Why it cannot be told whether a message is new, if the entry of an earlier copy may be gone already."""
         if self._retention is None or (message.due_at or message.created_at) >= datetime.now(UTC) - self._retention:
             return None
         return TooOld(

@@ -83,7 +83,7 @@ class OnErrorInvocation:
         except TransactionEnded as ended:
             self._failed(ended)
             return _unrepeatable(ended, outcome)
-        except Exception as failure:  # noqa: BLE001 - somebody's function may raise anything
+        except Exception as failure:  # noqa: BLE001 - the user's function may raise anything
             self._failed(failure)
         return outcome
 
@@ -148,7 +148,7 @@ class _Asking:
 
     @contextmanager
     def concluded(self, connection: Connection) -> Iterator[None]:
-        """Around the asking: the attempt ends in the same transaction, if its delivery lies in that database."""
+        """Around the call: the attempt ends in the same transaction, if its delivery is in that database."""
         yield
         written = self.delivery.conclude(connection, self.decided)
         if written is False:

@@ -21,7 +21,7 @@ Unwanted = Literal["dead", "wait"]  # what becomes of a message whose queue no l
 
 
 class Transaction(Protocol):
-    """Somebody's transaction, of which the message shares the fate."""
+    """The caller's transaction, of which the message shares the fate."""
 
     @property
     def dialect(self) -> Dialect: ...

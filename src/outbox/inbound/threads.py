@@ -39,7 +39,7 @@ class ThreadTransactionEnded(ThreadTimeout, TransactionEnded):
 
 
 class Fence:
-    """Between a thread's work and its commit: whoever comes first, the thread or the end of its time, has it."""
+    """Between a thread's work and its commit: the first to come, the thread or the end of its time, has it."""
 
     def __init__(self, started: Callable[[], object]) -> None:
         self.started = started  # the thread says that its clock may start
@@ -75,7 +75,7 @@ async def run_in_thread(executor: Executor, work: Callable[[Fence], None], limit
         done, _ = await asyncio.wait([thread], timeout=None if limit is None else limit.total_seconds())
         if not done and fence.close():
             raise (ThreadTransactionEnded if fence.is_ended() else ThreadTimeout)(limit, thread)
-        await asyncio.wait([thread])  # it commits: nobody knows better than the thread how that ends
+        await asyncio.wait([thread])  # it commits: only the thread knows how that ends
     except asyncio.CancelledError as cancelled:
         thread.add_done_callback(_seen)
         if fence.close() and fence.is_ended():
@@ -102,7 +102,7 @@ class Threads(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Let each thread end when it has nothing to do. Nobody waits for one that does not."""
+        """Let each thread end when it has nothing to do. One that does not end is not waited for."""
         for _ in range(self._count):
             self._work.put(None)
 
@@ -116,7 +116,7 @@ class Threads(Executor):
 
 
 def _seen(ended: asyncio.Future[None]) -> None:
-    """Nobody waits for it any more, and asyncio complains of errors that nobody has looked at."""
+    """It is not waited for any more, and asyncio complains of errors that were not retrieved."""
     if not ended.cancelled():
         ended.exception()
 
@@ -126,5 +126,5 @@ def _run(future: Future[Any], call: Callable[[], Any]) -> None:
         return
     try:
         future.set_result(call())
-    except BaseException as error:  # noqa: BLE001 - handed to whoever waits for the future
+    except BaseException as error:  # noqa: BLE001 - handed to the task that waits for the future
         future.set_exception(error)

@@ -28,7 +28,7 @@ class TransactionEnded(Reject):
 
 
 class ConnectionGone(Exception):
-    """The connection of an open transaction was closed or lost, and nobody has said so: nothing of it is kept."""
+    """The connection of an open transaction was closed or lost, and that was not reported: nothing of it is kept."""
 
 
 ENDED_ON_DRIVER = (
@@ -181,7 +181,7 @@ class TransactionGuard:
         end()
 
     def _watch_driver(self, connection: Connection) -> None:
-        """Hear of a commit on the driver's own connection, or on the pool's if the driver's takes no attributes."""
+        """Detect a commit on the driver's own connection, or on the pool's if the driver's takes no attributes."""
         watched: Any = connection.connection.driver_connection
         own = getattr(watched, "__dict__", None)
         if own is None or not hasattr(watched, "commit"):

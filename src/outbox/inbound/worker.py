@@ -105,7 +105,7 @@ class Worker:
                 await _end([stopping, *serving])
                 self._exclusive.stop()
         except asyncio.CancelledError:
-            abandon.set()  # whoever cancels does not want to wait
+            abandon.set()  # a caller that cancels does not want to wait
             raise
         finally:
             abandoned = await self._let_end(abandon)
@@ -263,7 +263,7 @@ async def _written(delivery: Delivery) -> None:
 
 
 async def _end(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    """Cancel, and wait for the end: but not for ever, because a database that is silent answers to nobody."""
+    """Cancel, and wait for the end: but not for ever, because a database that is silent does not answer."""
     waiting = list(tasks)
     for task in waiting:
         task.cancel()

@@ -53,7 +53,7 @@ _NAMES = {kind: re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower() for kind 
 
 
 def _escape_arguments(record: logging.LogRecord) -> bool:
-    """Keep line breaks, marks of direction and the like out of a record: ids and keys may be a stranger's."""
+    """Keep line breaks, marks of direction and the like out of a record: ids and keys may come from other programs."""
     if isinstance(record.args, tuple):
         record.args = tuple(printable(each) if isinstance(each, str) else each for each in record.args)
     return True
@@ -77,7 +77,7 @@ class Observers:
 
     @contextmanager
     def joined_by(self, observer: Observer) -> Iterator[None]:
-        """Let one more hear what happens within this block."""
+        """Add an observer for the events of this block."""
         self._observers = (*self._observers, observer)
         try:
             yield

@@ -106,7 +106,7 @@ def commits_on(connection: Connection) -> ConnectionCommits:
 
 
 def _listen(connection: Connection) -> None:
-    """Hear of the ends of a connection's transactions and savepoints."""
+    """Listen for the ends of a connection's transactions and savepoints."""
     event.listen(connection, "savepoint", lambda connection, _: _known[connection].began())
     event.listen(connection, "release_savepoint", lambda connection, *_: _known[connection].released())
     event.listen(connection, "rollback_savepoint", lambda connection, *_: _known[connection].rolled_back_to())
@@ -137,7 +137,7 @@ class SessionCommits:
 
     def __init__(self) -> None:
         self.aborted: Aborted | None = None  # asked before a commit
-        self.keeps_hooks = False  # for somebody who runs them later
+        self.keeps_hooks = False  # for a caller that runs them later
         self._waiting: dict[SessionTransaction, Waiting] = {}
         self._committed: list[Hook] = []
         self._decided: SessionTransaction | None = None  # the last outermost one that committed or was rolled back
@@ -189,7 +189,7 @@ class SessionCommits:
                 hook.run()
 
     def taken(self) -> list[Hook]:
-        """The hooks of what has committed, for whoever runs them now."""
+        """The hooks of what has committed, for the caller that runs them now."""
         taken, self._committed = self._committed, []
         return taken
 
@@ -327,7 +327,7 @@ def add_hook(session: Session, callback: Callback, observe: Observer, aborted: A
 
 @dataclass(frozen=True, slots=True)
 class CallersHook:
-    """A function of the caller's. What it raises is told: nobody could undo the commit any more."""
+    """A function of the caller's. What it raises is told: the commit cannot be undone any more."""
 
     callback: Callback
     observe: Observer

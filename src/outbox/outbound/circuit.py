@@ -17,7 +17,7 @@ from outbox.core.events import CircuitClosed, CircuitOpened, Observer
 from outbox.core.store import Circuit, CircuitState, Store
 
 LOOK_EVERY = 1.0  # seconds between two looks at what other relays found out
-SHORTEST, LONGEST = 1.0, 7.5  # seconds of pause, doubling: whoever comes back is asked within ten
+SHORTEST, LONGEST = 1.0, 7.5  # seconds of pause, doubling: a destination that is back is asked within ten
 LONGEST_TURN = 1.0  # seconds that a round or a probe without an answer keeps others back
 REFUSALS = 10  # unspecific refusals in a row, after which a destination refuses everything
 REFUSED_FOR = 15 * 60.0  # seconds for which that is a mistake that passes; then it is what the destination means
@@ -55,7 +55,7 @@ class Circuits:
         return self.known(destination)
 
     def remaining(self, destination: str | None) -> float:
-        """Seconds for which nobody is to ask this destination."""
+        """Seconds for which no relay is to ask this destination."""
         circuit = self.known(destination)
         if circuit is None:
             return 0.0
@@ -71,7 +71,7 @@ class Circuits:
         self._looked_at = float("-inf")
 
     def closed(self, destination: str | None, *, refusing: bool) -> None:
-        """Somebody here had an answer."""
+        """A relay of this process had an answer."""
         self._known.pop(destination, None)
         if not refusing:
             self._refusing.pop(destination, None)
@@ -230,7 +230,7 @@ class Breaker:
         As long as the same message is all that got no answer, it may be what its destination cannot bear, and the
         pause is its own: others need not wait. All relays know it by the error.
         """
-        if self._answered_at > passage.began:  # to somebody else one did: it is there
+        if self._answered_at > passage.began:  # another relay got one: it is there
             return NO_DELAY
         if len(ids) > 1:
             await self._open(passage, error)

@@ -1,4 +1,4 @@
-"""Cleanup: lets go of what nobody needs any more, in bounded batches, whether or not messages flow."""
+"""Cleanup: removes what is no longer needed, in bounded batches, whether or not messages flow."""
 
 from __future__ import annotations
 

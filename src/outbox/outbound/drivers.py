@@ -10,7 +10,6 @@ import sys
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from functools import partial
 from typing import Any, ClassVar
 
 from sqlalchemy import Dialect, Executable
@@ -21,7 +20,7 @@ from outbox.core.message import Message, Schedule
 from outbox.core.prepared import Parameters, dialect_for, prepare
 from outbox.core.store import Rows, Store
 from outbox.core.transaction_state import TransactionState, begins_by_itself, libpq_state, warn_not_atomic
-from outbox.outbound.sessions import CallersTransaction
+from outbox.outbound.sessions import CallersTransaction, WrittenMessages
 
 _IN_TRANSACTION, _NO_BACKSLASH_ESCAPES = 1, 512  # of the status that comes with each answer of MariaDB and MySQL
 _ROLLED_BACK = (
@@ -55,7 +54,7 @@ class DriverTransaction(CallersTransaction):
         written = self.write(store, *store.writing.insert(messages, schedule))
         if schedule.timer_id is not None and not written:
             return False
-        self.after_commit(partial(store.queues.announce, None))
+        self.after_commit(WrittenMessages(store, tuple(message.id for message in messages), schedule))
         return True
 
     def cancel(self, store: Store, timer_id: str) -> bool:

@@ -27,7 +27,7 @@ from outbox.core.transaction_state import NOT_ATOMIC, tied
 from outbox.core.urls import check_uri_reference
 from outbox.outbound.after_commit import after_commit, committing, guard
 from outbox.outbound.drivers import DRIVERS
-from outbox.outbound.sessions import AnySession, CallersTransaction, PlainSession
+from outbox.outbound.sessions import AnySession, CallersTransaction, PlainSession, WrittenMessages
 
 Result = TypeVar("Result")
 
@@ -84,16 +84,6 @@ class SqlalchemyTransaction(CallersTransaction):
 
 
 # For tests: what a transaction that is still open has emitted.
-
-
-@dataclass(frozen=True, slots=True)
-class WrittenMessages:
-    """One emit. Only the ids are held, because a transaction may emit more than fits in memory."""
-
-    store: Store
-    message_ids: tuple[str, ...]
-    schedule: Schedule
-
 
 _written: WeakKeyDictionary[Transaction, list[WrittenMessages]] = WeakKeyDictionary()
 
@@ -199,7 +189,7 @@ Key = str | Callable[[Any], str] | None
 
 
 class Emitter:
-    """Turns what callers say into messages and hands them to the store of the caller's database."""
+    """Makes messages from the arguments of callers, and writes them to the store of the caller's database."""
 
     def __init__(
         self,

@@ -176,7 +176,7 @@ class Publisher:
             return await self._guarded(self._breaker, passage, sending)
 
     async def wait(self, longest: float) -> None:
-        """Sleep until there may be something to publish, and somebody to take it."""
+        """Sleep until there may be something to publish, and a destination that takes it."""
         held = 0.0 if self._breaker is None else self._breaker.held()
         if held:
             await asyncio.sleep(held)

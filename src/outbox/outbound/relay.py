@@ -266,7 +266,7 @@ class Router:
     """Moves messages from the outbox to the queues whose bindings match, a batch at a time.
 
     Beside a worker it routes no more than the worker's queues want, and those take it at once. While they want nothing
-    it holds back, because it would only write rows that nobody reads yet: but not for long, others may wait for them.
+    it holds back, because it would only write rows that no worker reads: but not for long, others may wait for them.
     """
 
     def __init__(
@@ -309,7 +309,7 @@ class Router:
         return routing.taken
 
     async def wait(self, longest: float) -> None:
-        """Sleep until there may be something to route, or somebody to route it for."""
+        """Sleep until there may be something to route, or a queue to route it for."""
         if self._holding_back_since is None:
             await self._store.feed.wait(longest)
         else:
@@ -328,7 +328,7 @@ class Router:
             self._observe(Unroutable(routing_key, count))
 
 
-class _Nobody:
+class _NoTakers:
     """A process without consumers: everything is routed to the table, and nothing handed over."""
 
     consuming = False
@@ -344,4 +344,4 @@ class _Nobody:
         await asyncio.sleep(longest)
 
 
-NOBODY = _Nobody()
+NO_TAKERS = _NoTakers()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from sqlalchemy import Connection, Dialect, Executable
@@ -123,6 +124,19 @@ AnySession = (
     | AiosqliteConnection
     | AsyncmyConnection
 )
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenMessages:
+    """One emit. Only the ids are held, because a transaction may emit more than fits in memory."""
+
+    store: Store
+    message_ids: tuple[str, ...]
+    schedule: Schedule
+
+    def __call__(self) -> None:
+        """After the commit: wake relays and workers."""
+        self.store.queues.announce(None)
 
 
 class CallersTransaction(ABC):

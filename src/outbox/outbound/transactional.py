@@ -172,7 +172,7 @@ def _resolved(function: Callable[..., Any]) -> inspect.Signature:
 
     def meaning(annotation: Any) -> Any:
         with suppress(Exception):
-            return eval(annotation, names)  # noqa: S307 - it is the code of whoever wrote the function
+            return eval(annotation, names)  # noqa: S307 - it is the code of the function's author
         return annotation
 
     signature = inspect.signature(function)

@@ -60,8 +60,8 @@ class SqlBindings:
             return bool(new)
 
         if await self._runner.transact(work):
-            # In transactions of their own: a router that holds messages waits for the bindings' version, so whoever
-            # holds the version must not wait for messages. Those that a router holds now it routes by the new ones.
+            # In transactions of their own: a router that holds messages waits for the version of the bindings, so the
+            # holder of the version must not wait for messages. Those that a router holds now it routes by the new ones.
             last: int | None = 0
             while last is not None:
                 after = last
@@ -123,7 +123,7 @@ class SqlBindings:
 
 
 def locked_version(tables: Tables) -> ScalarSelect[Any]:
-    """The bindings' version. The lock on it makes a change wait until whoever asked has committed."""
+    """The bindings' version. The lock on it makes a change wait until the reader has committed."""
     state = tables.state
     version = select(state.c.bindings_version).where(state.c.id == 1).with_for_update(read=True)
     return version.scalar_subquery()

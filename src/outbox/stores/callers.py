@@ -191,7 +191,7 @@ class PlacingStatements:
         connection.execute(self.place, rows)
 
     def reception(self, queue: str, message: Message) -> Reception:
-        """The statements for one message, in somebody else's transaction."""
+        """The statements for one message, in the caller's transaction."""
         placed = placed_row(queue, message)
 
         def bury(reason: Reason, error: str) -> Statement:

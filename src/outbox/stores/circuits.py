@@ -48,7 +48,7 @@ class SqlCircuits:
     async def open(
         self, destination: str | None, pause: timedelta, error: str, *, probe: int | None = None, refusing: bool = False
     ) -> bool:
-        """Nobody asks before the pause is over. Whoever comes later than another with the same news changes nothing."""
+        """No relay asks before the pause is over. The second relay with the same news changes nothing."""
         table, name = self._table, destination or NOT_ROUTED
         closed = {"destination": name, "state": CircuitState.CLOSED.value, "failures": 0, "error": ""}
         ours = table.c.state == CircuitState.CLOSED.value
@@ -103,7 +103,7 @@ class SqlCircuits:
         )
 
     def closed(self, connection: Connection, destination: str, *, refusing: bool = False) -> bool:
-        """Whoever says so: an answer is an answer."""
+        """An answer counts, whichever relay got it."""
         table = self._table
         news: ColumnElement[bool] = table.c.state != CircuitState.CLOSED.value
         values: dict[str, Any] = {

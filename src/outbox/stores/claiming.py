@@ -169,7 +169,7 @@ class SqlClaim:
         return bool(started)
 
     def hold(self, rows: Sequence[ClaimedRow]) -> dict[int, Dead]:
-        """Hold what a leasing statement returned; what nobody can attempt is to be buried."""
+        """Hold what a leasing statement returned; what cannot be attempted is to be buried."""
         attempts, dead = as_attempts(rows)
         self.attempts += attempts
         self._held.update(attempt.id for attempt in attempts if not attempt.isolated)

@@ -1,4 +1,4 @@
-"""SqlDeadLetters: the table of messages nobody will try again."""
+"""SqlDeadLetters: the table of messages that are no longer tried."""
 
 from __future__ import annotations
 

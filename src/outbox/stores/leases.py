@@ -13,7 +13,7 @@ HIGHEST = 2**31 - 1  # that a column holds
 
 
 def unleased(messages: Table, moment: ColumnElement[Any]) -> ColumnElement[bool]:
-    """Nobody holds it, or the lease ran out."""
+    """It has no lease, or its lease has expired."""
     until = messages.c.lease_until
     return until.is_(None) | (until <= moment)
 

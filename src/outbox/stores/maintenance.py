@@ -74,7 +74,7 @@ class SqlMaintenance:
         return await self._runner.transact(work)
 
     def _transport(self, connection: Connection) -> str | None:
-        """The transport that the table belongs to; None if nobody has used it yet."""
+        """The transport that the table belongs to; None if no process has used it yet."""
         state = self._tables.state
         found: str | None = connection.scalar(select(state.c.transport).where(state.c.id == 1))
         return found
@@ -111,7 +111,7 @@ class SqlMaintenance:
         return len(await self._runner.transact(lambda connection: self._burying.bury(connection, chosen, {})))
 
     async def _try_anew(self) -> None:
-        """Let what was refused or found no queue be due at once, as if nobody had tried it."""
+        """Let what was refused or found no queue be due at once, as if it had not been tried."""
 
         def work(connection: Connection) -> int:
             ids = connection.execute(self._tried).scalars().all()

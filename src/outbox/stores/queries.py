@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -12,18 +12,17 @@ from sqlalchemy import ColumnElement, Connection, Select, Table, case, func, sel
 from outbox.core.diagnosis import Claimable, Examination
 from outbox.core.durations import LONGEST
 from outbox.core.errors import ConfigurationError
-from outbox.core.store import Backlog, Circuit, QueueBacklog, StoredMessage
+from outbox.core.states import State
+from outbox.core.store import IN_ROUTES, Backlog, Circuit, QueueBacklog, StoredMessage
 from outbox.stores.circuits import SqlCircuits
 from outbox.stores.dialect import SqlDialect
 from outbox.stores.rows import as_shown, as_stored, as_stored_dead_letter, as_utc
 from outbox.stores.runner import Runner
 from outbox.stores.tables import NOT_ROUTED, Tables
 
-STATES = ("waiting", "unroutable", "delivered", "retrying", "sent")
-
 
 class SqlInspection:
-    """How much lies where, which messages they are, and what the database says of itself."""
+    """How many messages are where, which they are, and what the database says of itself."""
 
     def __init__(self, tables: Tables, dialect: SqlDialect, runner: Runner, circuits: SqlCircuits) -> None:
         self._tables = tables
@@ -41,14 +40,14 @@ class SqlInspection:
         """Messages in the order of their rows, dead letters left out."""
         columns = self._messages.c
         statement = self._readable(self._messages).where(columns.id > after).order_by(columns.id).limit(limit)
-        if state is not None:
-            statement = statement.where(self._in_state(state))
         if queue is not None:
             statement = statement.where(columns.destination == queue)
+        chosen = None if state is None else _state(state)
 
         def work(connection: Connection) -> list[StoredMessage]:
-            now = database_time(self._dialect, connection)
-            return [as_stored(row, now) for row in connection.execute(statement)]
+            now, routes = database_time(self._dialect, connection), self._routes(connection)
+            listed = statement if chosen is None else statement.where(self._in_state(chosen, routes))
+            return [as_stored(row, now, routes) for row in connection.execute(listed)]
 
         return await self._runner.look(work)
 
@@ -59,8 +58,8 @@ class SqlInspection:
         dead = self._readable(dead_letters).where(dead_letters.c.message_id == message_id)
 
         def work(connection: Connection) -> list[StoredMessage]:
-            now = database_time(self._dialect, connection)
-            found = [as_stored(row, now) for row in connection.execute(live.order_by(self._messages.c.id))]
+            now, routes = database_time(self._dialect, connection), self._routes(connection)
+            found = [as_stored(row, now, routes) for row in connection.execute(live.order_by(self._messages.c.id))]
             return found + [as_stored_dead_letter(row) for row in connection.execute(dead)]
 
         return await self._runner.survey(work)
@@ -121,6 +120,7 @@ class SqlInspection:
         waiting = by_destination.get(NOT_ROUTED)
         queues = self._queues(connection, by_destination, dead)
         ages = [row.oldest for row in by_destination.values() if row.oldest is not None]
+        by_relays = {NOT_ROUTED, *self._routes(connection)}
         return Backlog(
             waiting=waiting.open - waiting.unroutable if waiting else 0,
             due=waiting.due if waiting else 0,
@@ -129,7 +129,8 @@ class SqlInspection:
             oldest=_age(max(ages, default=None)),
             leased=sum(row.leased for row in by_destination.values()),
             unroutable=waiting.unroutable if waiting else 0,
-            sent=sum(row.sent for row in by_destination.values()),
+            sent=sum(row.done for queue, row in by_destination.items() if queue in by_relays),
+            handled=sum(row.done for queue, row in by_destination.items() if queue not in by_relays),
             dead=sum(dead.values()),
             dead_by_reason=reasons,
             rows_written=self._dialect.rows_written(connection, self._tables),
@@ -148,7 +149,7 @@ class SqlInspection:
             _count(is_open & columns.unroutable).label("unroutable"),
             _count(is_open & (columns.lease_until > self._dialect.now())).label("leased"),
             _count(is_open & (columns.attempts == 0)).label("fresh"),
-            _count(columns.done_at.is_not(None)).label("sent"),
+            _count(columns.done_at.is_not(None)).label("done"),
             self._longest_due(is_due).label("oldest"),
             *self._retried(is_open & (columns.attempts > 0)),
         ).group_by(columns.destination)
@@ -185,7 +186,7 @@ class SqlInspection:
                 QueueBacklog(
                     queue=queue,
                     binding_keys=tuple(binding_keys.get(queue, ())),
-                    delivered=row.fresh if row else 0,
+                    queued=row.fresh if row else 0,
                     retrying=row.open - row.fresh if row else 0,
                     leased=row.leased if row else 0,
                     dead=dead.get(queue, 0),
@@ -196,22 +197,27 @@ class SqlInspection:
 
     def _asked_circuits(self, connection: Connection, queues: tuple[QueueBacklog, ...]) -> tuple[Circuit, ...]:
         """Those of destinations that still get messages, or have some: a route that was removed is not asked."""
-        asked = {queue.queue for queue in queues if queue.binding_keys or queue.delivered or queue.retrying}
+        asked = {queue.queue for queue in queues if queue.binding_keys or queue.queued or queue.retrying}
         return tuple(each for each in self._circuits.read(connection) if each.destination in (None, *asked))
 
-    def _in_state(self, state: str) -> ColumnElement[bool]:
+    def _routes(self, connection: Connection) -> frozenset[str]:
+        """The queues that are emptied by relays, if the table belongs to an outbox with routes."""
+        state, bindings = self._tables.state, self._tables.bindings
+        has_routes = select(state.c.id).where(state.c.id == 1, state.c.transport == IN_ROUTES).exists()
+        return frozenset(connection.scalars(select(bindings.c.queue).where(has_routes).distinct()))
+
+    def _in_state(self, state: State, routes: Collection[str]) -> ColumnElement[bool]:
         columns = self._messages.c
         is_open, is_routed = columns.done_at.is_(None), columns.destination != NOT_ROUTED
-        states = {
-            "waiting": is_open & ~is_routed & ~columns.unroutable,
-            "unroutable": is_open & ~is_routed & columns.unroutable,
-            "delivered": is_open & is_routed & (columns.attempts == 0),
-            "retrying": is_open & is_routed & (columns.attempts > 0),
-            "sent": columns.done_at.is_not(None),
-        }
-        if state not in states:
-            raise ConfigurationError(f"no state is called {state!r}: one of {', '.join(STATES)}")
-        return states[state]
+        by_relays = columns.destination.in_([NOT_ROUTED, *sorted(routes)])
+        return {
+            State.WAITING: is_open & ~is_routed & ~columns.unroutable,
+            State.UNROUTABLE: is_open & ~is_routed & columns.unroutable,
+            State.QUEUED: is_open & is_routed & (columns.attempts == 0),
+            State.RETRYING: is_open & is_routed & (columns.attempts > 0),
+            State.SENT: ~is_open & by_relays,
+            State.HANDLED: ~is_open & ~by_relays,
+        }[state]
 
     def _readable(self, table: Table) -> Select[Any]:
         return select(*readable(self._dialect, table))
@@ -236,6 +242,13 @@ def database_time(dialect: SqlDialect, connection: Connection) -> datetime:
     """What the database's clock says."""
     now: Any = connection.scalar(select(dialect.now()))
     return as_utc(datetime.fromisoformat(now) if isinstance(now, str) else now)
+
+
+def _state(name: str) -> State:
+    try:
+        return State(name)
+    except ValueError:
+        raise ConfigurationError(f"no state is called {name!r}: one of {', '.join(State)}") from None
 
 
 def _age(seconds: float | None) -> timedelta | None:

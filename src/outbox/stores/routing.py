@@ -134,7 +134,7 @@ class SqlRouting:
         return round.result()
 
     def _selection(self, queue: str, wanted: Wanted) -> Selection:
-        # Whoever runs suspected messages knows how many of them run already, and claims them by itself.
+        # A worker knows how many suspected messages it runs already, and claims them by itself.
         chosen = Selection(limit=wanted.limit, lease=wanted.lease, destination=queue, suspected=Suspected.NONE)
         return self._feed.fitting(chosen)
 

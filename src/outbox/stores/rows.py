@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import UTC, datetime, timedelta
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, TypeVar
@@ -15,6 +15,7 @@ from outbox.core.durations import EARLIEST, LATEST, OLDEST
 from outbox.core.history import LONGEST_HISTORY as LONGEST_HISTORY
 from outbox.core.history import history_line as history_line
 from outbox.core.message import LARGEST_HEADERS, LARGEST_READ, MOST_IDS, Message, remade
+from outbox.core.states import State
 from outbox.core.store import StoredMessage
 from outbox.stores.tables import NOT_ROUTED
 
@@ -185,7 +186,7 @@ def _check_unicode(text: str, what: str) -> None:
 
 
 def as_attempts(rows: Sequence[Sequence[Any]]) -> tuple[list[Attempt], dict[int, Dead]]:
-    """The attempts that claimed rows stand for, in their order, and by their ids those that nobody can attempt.
+    """The attempts that claimed rows stand for, in their order, and by their ids those that cannot be attempted.
 
     Their starts are counted already, but for isolated ones. The rows hold CLAIMED by position, and what a statement
     tells beyond it: there are many of them, and names cost more than all the rest.
@@ -268,8 +269,8 @@ def as_dead_letter(row: Any) -> DeadLetter:
     )
 
 
-def as_stored(row: Any, now: datetime) -> StoredMessage:
-    """A message where it is now."""
+def as_stored(row: Any, now: datetime, routes: Collection[str] = ()) -> StoredMessage:
+    """A message where it is now. From the queues of `routes` relays send."""
     leased_until = as_utc(row.lease_until) if row.lease_until else None
     leased = leased_until is not None and leased_until > now
     message, unreadable = _shown(row)
@@ -277,7 +278,7 @@ def as_stored(row: Any, now: datetime) -> StoredMessage:
     return StoredMessage(
         row_id=row.id,
         message=message,
-        state=_state(row),
+        state=_state(row, routes),
         queue=as_shown(row.destination) or None,
         due_at=as_utc(row.due_at or EARLIEST),
         routed_at=as_utc(row.routed_at) if row.routed_at else None,
@@ -362,9 +363,9 @@ def as_seconds(delay: timedelta) -> float:
     return delay.total_seconds()
 
 
-def _state(row: Any) -> str:
+def _state(row: Any, routes: Collection[str]) -> State:
     if row.done_at:
-        return "sent"
+        return State.SENT if row.destination == NOT_ROUTED or row.destination in routes else State.HANDLED
     if row.destination == NOT_ROUTED:
-        return "unroutable" if row.unroutable else "waiting"
-    return "retrying" if row.attempts else "delivered"
+        return State.UNROUTABLE if row.unroutable else State.WAITING
+    return State.RETRYING if row.attempts else State.QUEUED

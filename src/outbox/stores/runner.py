@@ -59,7 +59,7 @@ def descriptor(driver_connection: Any) -> int:
 
 # Idle: a connection about which there is doubt is asked whether it still leads anywhere, before it is given out.
 # SQLAlchemy would ask each time, and a question takes as long as the transaction that it precedes. A server that goes
-# away closes its connections, which can be seen here without asking: there is something to read where nobody was
+# away closes its connections, which can be seen here without asking: there is something to read where no answer was
 # asked.
 
 LONGEST_TRUST = 10.0  # seconds since it was last used after which something on the way may have forgotten it
@@ -174,7 +174,7 @@ class Runner(ABC):
         self._ready = True
 
     async def has_tables(self) -> bool:
-        """Whether the tables are there. Looking does not make them, and waits for nobody who writes."""
+        """Whether the tables are there. Looking does not make them, and waits for no writer."""
         return not await finish(
             self._look(lambda connection: self._dialect.missing(connection, self._tables)), WORK_WITHIN
         )

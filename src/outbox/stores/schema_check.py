@@ -89,7 +89,7 @@ class Check(ABC):
 
     @abstractmethod
     def free(self, table: Table, name: str) -> str:
-        """The SQL that lets a column of somebody else be left out."""
+        """The SQL that lets a column of another program be left out."""
 
     @abstractmethod
     def replace_primary_key(self, table: Table) -> str:
@@ -190,7 +190,7 @@ _STORAGE = re.compile(r"\sWITH\s*\([^)]*\)", re.IGNORECASE)
 
 
 def shape(definition: str) -> str:
-    """What an index is, whoever wrote its CREATE INDEX: `unique on timer_id where timer_id is not null`.
+    """What an index is, however its CREATE INDEX was written: `unique on timer_id where timer_id is not null`.
 
     Databases add casts and parentheses. None of our conditions mixes AND with OR, so that parentheses tell nothing.
     """

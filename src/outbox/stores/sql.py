@@ -42,7 +42,7 @@ class SqlStore:
 
     @classmethod
     def make_engine(cls, url: URL) -> AsyncEngine:
-        # Error texts go to logs: the parameters of a statement are somebody's data.
+        # Error texts go to logs: the parameters of a statement are the user's data.
         arguments = cls.dialect_class.connect_args(url)
         engine = create_async_engine(url, hide_parameters=True, connect_args=arguments)
         cls._guard(engine.sync_engine)

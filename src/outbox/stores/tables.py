@@ -38,7 +38,8 @@ from outbox.stores.texts import compared_as_text
 TIMER_ONCE = "timer_once"  # where a column is computed so that a timer is unique while it waits
 NOT_ROUTED = ""  # a destination that equals something can be searched in index order; IS NULL could not
 
-# The rows of a queue live for milliseconds: vacuum must come by the thousand rows, not by the fifth of a table.
+# The rows of a queue live for milliseconds.
+EARLY_VACUUM = "vacuum comes after a thousand dead rows, not after a fifth of the table"
 STORAGE = {
     "autovacuum_vacuum_scale_factor": "0.02",
     "autovacuum_vacuum_threshold": "1000",
@@ -47,14 +48,16 @@ STORAGE = {
     "autovacuum_analyze_threshold": "1000",
     "autovacuum_vacuum_cost_delay": "0",
 }
-# A page that is left more than half empty has room for the leases on its messages, written without touching an index.
+FREE_PAGES = "each page has free space, so that leases are written in place (HOT) and touch no index"
 MESSAGES_STORAGE = {"fillfactor": "45", **STORAGE}
 # SQLAlchemy has no option for them before 2.1, and what follows USING is written as it stands. An option of the table,
 # and not a statement behind it, is what Alembic puts into migrations.
 
 
-def _tuned(storage: Mapping[str, str]) -> str:
-    return f"heap WITH ({', '.join(f'{name} = {value}' for name, value in storage.items())})"
+def _tuned(storage: Mapping[str, str], *reasons: str) -> str:
+    """With the reasons as a comment, for readers of a migration."""
+    settings = ", ".join(f"{name} = {value}" for name, value in storage.items())
+    return f"heap WITH ({settings}) /* {', and '.join(reasons)} */"
 
 
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -160,11 +163,11 @@ class Tables:
             state=Table(
                 f"{table_name}_state",
                 metadata,
-                # Row 1 holds the transport and the version, row 2 the sleepers, so that nobody waits for the other.
+                # Row 1 holds the transport and the version, row 2 the sleepers, so that neither waits for the other.
                 Column("id", Integer, primary_key=True, autoincrement=False),
                 Column("transport", shapes.text_type(64)),
                 Column("bindings_version", BigInteger, nullable=False),
-                Column("asleep_until", shapes.time_type()),  # somebody waits for a wake-up until then
+                Column("asleep_until", shapes.time_type()),  # a process waits for a wake-up until then
             ),
             circuits=Table(
                 f"{table_name}_circuits",
@@ -228,7 +231,7 @@ def _messages(metadata: MetaData, name: str, shapes: TableShapes) -> Table:
         Column("unroutable", Boolean, nullable=False, server_default=false()),
         *message_columns(shapes),
         sqlite_autoincrement=True,
-        postgresql_using=_tuned(MESSAGES_STORAGE),
+        postgresql_using=_tuned(MESSAGES_STORAGE, FREE_PAGES, EARLY_VACUUM),
     )
     columns = table.c
     # No index holds what a lease changes, so that PostgreSQL writes leases in place (HOT).
@@ -253,7 +256,7 @@ def _dead_letters(metadata: MetaData, name: str, shapes: TableShapes) -> Table:
         Column("error", shapes.text_type(), nullable=False),
         *message_columns(shapes),
         sqlite_autoincrement=True,
-        postgresql_using=_tuned(STORAGE),
+        postgresql_using=_tuned(STORAGE, EARLY_VACUUM),
     )
     Index(f"{table.name}_queue", table.c.destination, table.c.id)
     return table
@@ -266,7 +269,7 @@ def _inbox(metadata: MetaData, name: str, shapes: TableShapes) -> Table:
         Column("queue", shapes.text_type(255), primary_key=True),
         Column("message_id", shapes.text_type(255), primary_key=True),
         Column("entered_at", shapes.time_type(), nullable=False),
-        postgresql_using=_tuned(STORAGE),
+        postgresql_using=_tuned(STORAGE, EARLY_VACUUM),
     )
     Index(f"{table.name}_entered", table.c.entered_at)
     return table

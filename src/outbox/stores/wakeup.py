@@ -10,7 +10,7 @@ from outbox.stores.tables import NOT_ROUTED
 
 
 class Wakeup:
-    """A bell for each destination. Ringing one that nobody waits for is remembered for the next wait."""
+    """A wake-up for each destination. One for which no task waits is remembered for the next wait."""
 
     def __init__(self) -> None:
         self._bells: dict[asyncio.AbstractEventLoop, dict[str, asyncio.Event]] = {}  # of each event loop
@@ -24,10 +24,10 @@ class Wakeup:
         """Be woken by other processes from now on, where that can be, for a sleep of so many seconds."""
 
     async def close(self) -> None:
-        """Wake nobody any more."""
+        """Send no wake-ups any more."""
 
     def ring(self, destination: str) -> None:
-        """End the sleep of whoever waits for this destination. Safe to call from any thread."""
+        """End the sleep of the task that waits for this destination. Safe to call from any thread."""
         self._soon(lambda bells: [bells[destination]] if destination in bells else [])
 
     def ring_all(self) -> None:
@@ -35,7 +35,7 @@ class Wakeup:
         self._soon(lambda bells: bells.values())
 
     async def wait(self, destination: str, longest: float) -> bool:
-        """Sleep until the bell rings or the time is over; says whether it rang."""
+        """Sleep until a wake-up comes or the time is over; says whether one came."""
         bell = self._bell(destination)
         try:
             async with asyncio.timeout(longest):

@@ -1,6 +1,6 @@
 """Clock: lets time pass for everything that an outbox keeps, without waiting.
 
-The database's own clock decides what is due, and nobody can move that. So the outbox's rows are moved instead: each
+The database's own clock decides what is due, and a test cannot move that. So the outbox's rows are moved instead: each
 becomes older by the same time, which is all that waiting would do to them.
 """
 

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from inspect import Parameter
 from typing import Any
 
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, Select, select
 from sqlalchemy.orm import Session
 
 from outbox.core import body as bodies
 from outbox.core.durations import NO_DELAY, Eta, Seconds, as_due, as_lifetime
 from outbox.core.errors import TransactionError
 from outbox.core.message import Message
-from outbox.outbound.emitter import SqlalchemyTransaction, WrittenMessages, awaited, transaction_of, written
-from outbox.outbound.sessions import AnySession, CallersTransaction, PlainSession
+from outbox.outbound.drivers import DjangoTransaction
+from outbox.outbound.emitter import SqlalchemyTransaction, awaited, transaction_of, written
+from outbox.outbound.sessions import AnySession, CallersTransaction, PlainSession, WrittenMessages
 from outbox.stores.rows import as_message
+from outbox.stores.sql import SqlStore
+from outbox.testing import on_django
 from outbox.testing.sql import sql_store
 
 _MOST_IDS = 500  # in one statement
+
+ReadRows = Callable[[SqlStore, Select[Any]], Iterable[Any]]  # executes a SELECT in the transaction
 
 _decode = bodies.decoder(Parameter.empty)
 
@@ -63,17 +68,23 @@ async def emitted(session: AnySession) -> list[Emission]:
 
 
 def emitted_sync(session: PlainSession) -> list[Emission]:
-    """`emitted` for callers without an event loop."""
+    """`emitted` for callers without an event loop: on SQLAlchemy's sessions and connections, and on Django's."""
     return _emitted(transaction_of(session, awaits=False))
 
 
 def _emitted(transaction: CallersTransaction) -> list[Emission]:
+    if isinstance(transaction, DjangoTransaction):
+        connection, dialect = transaction.connection, transaction.dialect
+        return _stored(
+            on_django.written(connection), lambda store, statement: on_django.rows(connection, dialect, statement)
+        )
     if not isinstance(transaction, SqlalchemyTransaction):
-        raise TransactionError("only SQLAlchemy's sessions and connections know what their transaction has emitted")
-    connection = _connection(transaction.session)
-    if connection is None:
+        raise TransactionError("only SQLAlchemy's sessions and connections, and Django's, know what they have emitted")
+    opened = _connection(transaction.session)
+    if opened is None:
         return []
-    return [emission for writing in written(connection) for emission in _stored(connection, writing)]
+    # Not session.execute(): asking shall not flush.
+    return _stored(written(opened), lambda store, statement: store.callers.on(opened).execute(statement))
 
 
 def _connection(session: Session | Connection) -> Connection | None:
@@ -85,10 +96,14 @@ def _connection(session: Session | Connection) -> Connection | None:
     return session.bind if isinstance(session.bind, Connection) else None
 
 
-def _stored(connection: Connection, writing: WrittenMessages) -> Iterator[Emission]:
+def _stored(writings: Sequence[WrittenMessages], rows: ReadRows) -> list[Emission]:
     """Those that are still there: a savepoint may have taken them back, and timers are cancelled."""
+    return [emission for writing in writings for emission in _emissions(writing, rows)]
+
+
+def _emissions(writing: WrittenMessages, rows: ReadRows) -> Iterator[Emission]:
     schedule = writing.schedule
-    messages = _messages(connection, writing)
+    messages = _messages(writing, rows)
     for message_id in writing.message_ids:
         message = messages.get(message_id)
         if message is not None:
@@ -105,13 +120,12 @@ def _stored(connection: Connection, writing: WrittenMessages) -> Iterator[Emissi
             )
 
 
-def _messages(connection: Connection, writing: WrittenMessages) -> dict[str, Message]:
+def _messages(writing: WrittenMessages, rows: ReadRows) -> dict[str, Message]:
     store = sql_store(writing.store)
-    table, connection = store.tables.messages, store.callers.on(connection)
+    table = store.tables.messages
     found: dict[str, Message] = {}
     for ids in _in_parts(writing.message_ids):
-        # Not session.execute(): asking shall not flush.
-        for row in connection.execute(select(table).where(table.c.message_id.in_(ids))):
+        for row in rows(store, select(table).where(table.c.message_id.in_(ids))):
             found[row.message_id] = as_message(row)
     return found
 

@@ -13,7 +13,7 @@ import pytest
 
 from outbox.instance import Outbox
 
-# Whoever inherits a contract is told what its assertions compared.
+# Tests that inherit a contract show what its assertions compared.
 pytest.register_assert_rewrite(
     "outbox.testing.store", "outbox.testing.store_contract", "outbox.testing.transport_contract"
 )

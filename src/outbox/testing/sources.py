@@ -19,7 +19,7 @@ from outbox.stores.sql import SqlStore
 from outbox.stores.tables import NOT_ROUTED
 from outbox.transports.database.claims import ClaimedBatch, DatabaseDelivery
 
-LEASE = timedelta(hours=1)  # whoever stops in a listener with a debugger keeps its message
+LEASE = timedelta(hours=1)  # a listener that is stopped in a debugger keeps its message
 
 
 class DueSource(Protocol):

@@ -81,7 +81,7 @@ class MemoryTransport(Transport):
         self._queues[queue].put(Attempt(message, 1, next(self._ids)))
 
     def waiting(self, queue: str | None = None) -> int:
-        """How many messages lie in a queue or in all, delayed ones included, those in a worker's hands not."""
+        """How many messages wait in a queue or in all, delayed ones included, those in flight to a worker not."""
         queues = self._queues.values() if queue is None else [self._queues[queue]]
         return sum(each.waiting() for each in queues)
 
@@ -91,7 +91,7 @@ class MemoryTransport(Transport):
         return timedelta(seconds=max(0.0, min(moments) - time.monotonic())) if moments else None
 
     def advance(self, by: timedelta) -> None:
-        """Let time pass for everything that lies here: all of it is that much older."""
+        """Let time pass for every message here: each becomes older by that much."""
         for queue in self._queues.values():
             queue.age(by)
         self.dead_letters.age(by)

@@ -12,13 +12,14 @@ from outbox.core.binding import check_name
 from outbox.core.errors import ConfigurationError
 from outbox.core.events import Event, Observer, Recovered, Troubled
 from outbox.core.message import Message
+from outbox.core.store import IN_ROUTES
 from outbox.core.transport import Features, Published, Report, Route, Transport, unreported
 
 
 class Routes(Transport):
     """The transport of an outbox with routes. It publishes nothing itself: each route's relay does."""
 
-    name = "routes"
+    name = IN_ROUTES
     features = Features(consumes=False, delays=False, keeps_dead_letters=False)
 
     def __init__(self, routes: Sequence[Route]) -> None:

@@ -168,7 +168,7 @@ async def test_a_message_says_when_it_was_made_but_only_the_databases_clock_deci
 
 async def test_reading_what_is_unprocessed_takes_no_lease(outbox: Outbox) -> None:
     await queued(outbox, 2)
-    assert [stored.state for stored in await outbox.messages(queue="orders")] == ["delivered"] * 2
+    assert [stored.state for stored in await outbox.messages(queue="orders")] == ["queued"] * 2
     assert (await outbox.backlog()).leased == 0
     async with outbox.store.feed.claim(Selection(limit=10, lease=LEASE, destination="orders")) as claim:
         assert [stored.leased_until is not None for stored in await outbox.messages()] == [True, True]
@@ -191,7 +191,7 @@ async def test_a_row_is_removed_only_after_its_listener_has_succeeded(outbox: Ou
         await emit_range(outbox, 1)
         await arrival(started)
         [stored] = await outbox.messages()
-        assert (stored.state, stored.attempt_count) == ("delivered", 0)
+        assert (stored.state, stored.attempt_count) == ("queued", 0)
         assert stored.leased_until is not None
         finish.set()
         await recorder.wait_for(Handled)

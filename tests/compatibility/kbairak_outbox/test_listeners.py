@@ -309,7 +309,7 @@ async def test_wildcards_match_as_in_a_topic_exchange(outbox: Outbox) -> None:
 async def _idle(outbox: Outbox) -> bool:
     """Whether everything was routed and everything routed was handled."""
     backlog = await outbox.backlog()
-    return not backlog.waiting and not any(queue.delivered or queue.retrying for queue in backlog.queues)
+    return not backlog.waiting and not any(queue.queued or queue.retrying for queue in backlog.queues)
 
 
 @on_sqlite

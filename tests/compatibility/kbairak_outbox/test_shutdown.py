@@ -249,7 +249,7 @@ async def test_the_end_of_the_grace_abandons_what_still_runs_and_burns_no_attemp
     assert await asyncio.wait_for(working, PATIENCE) == 1
     assert recorder.of(Stopped) == [Stopped("worker", 1)]
     [stored] = await make_outbox().messages()
-    assert (stored.state, stored.attempt_count, stored.crash_count) == ("delivered", 0, 0)
+    assert (stored.state, stored.attempt_count, stored.crash_count) == ("queued", 0, 0)
     assert stored.leased_until is None
 
 

@@ -88,7 +88,7 @@ async def test_a_message_that_waits_tells_how_often_it_was_tried_and_how_often_t
         pass
     await outbox.receive("movies", message := incoming())
     [fresh] = await outbox.find(message.id)
-    assert (fresh.state, fresh.attempt_count, fresh.crash_count, fresh.done_at) == ("delivered", 0, 0, None)
+    assert (fresh.state, fresh.attempt_count, fresh.crash_count, fresh.done_at) == ("queued", 0, 0, None)
 
     async with outbox.store.feed.claim(
         Selection(limit=1, lease=MINUTE, destination="movies")
@@ -118,7 +118,7 @@ async def test_a_message_that_was_processed_tells_when_and_after_how_many_attemp
         await outbox.receive("movies", message := incoming())
         await recorder.wait_for(Handled, 3)
     [done] = await outbox.find(message.id)
-    assert (done.state, done.attempt_count, done.crash_count) == ("sent", 3, 0)
+    assert (done.state, done.attempt_count, done.crash_count) == ("handled", 3, 0)
     assert done.done_at is not None
     assert before - MINUTE < done.done_at < datetime.now(UTC) + MINUTE
     assert done.done_at.utcoffset() == timedelta(0)

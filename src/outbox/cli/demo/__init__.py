@@ -88,7 +88,7 @@ def _set_up(file: Path) -> str:
     """The settings of the shop, for this process and for the workers it starts."""
     url = URL.create("sqlite", database=str(file)).render_as_string()
     for name in [name for name in os.environ if name.startswith(PREFIX)]:
-        del os.environ[name]  # somebody's real settings have no place here
+        del os.environ[name]  # the user's real settings have no place here
     os.environ |= {
         "OUTBOX_DB_ENGINE_URL": url,
         "OUTBOX_LEASE": f"{LEASE:g}s",

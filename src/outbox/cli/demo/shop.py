@@ -84,7 +84,7 @@ async def billing(order: Order, session: AsyncSession, attempt_count: int) -> No
 async def warehouse(order: Order, session: AsyncSession) -> None:
     trace("warehouse", order)
     await session.execute(insert(effects).values(listener="warehouse", order_id=order.id))
-    await asyncio.sleep(SECONDS_PER_CRATE * order.crates)  # whoever is killed here has not committed
+    await asyncio.sleep(SECONDS_PER_CRATE * order.crates)  # a worker that is killed here has not committed
 
 
 @listen("order.paid", queue="courier")

@@ -1,4 +1,4 @@
-"""A worker process: `outbox worker`, as it would run anywhere, and what is heard of it."""
+"""A worker process: `outbox worker`, as it would run anywhere, and the lines that it prints."""
 
 from __future__ import annotations
 

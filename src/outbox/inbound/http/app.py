@@ -31,7 +31,7 @@ class HttpApp:
         self._working = working
         self._close = close
         self._observe = observe
-        self._advised = False  # that nobody works, unless somebody does
+        self._advised = False  # that no worker runs, unless one does
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         match scope["type"]:
@@ -44,7 +44,7 @@ class HttpApp:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Handle what was stored, in the background of this block: where nobody gives the application a lifespan."""
+        """Handle what was stored, in the background of this block: where no server gives the application a lifespan."""
         self._advised = True
         async with self._working():
             yield

@@ -26,7 +26,7 @@ class _Reading:
 class Bodies:
     """Reads bodies of one event loop, so many at once.
 
-    A stranger can begin a request and be slow with it. So where all places are taken, a new one displaces that which
+    Any client can begin a request and send it slowly. So where all places are taken, a new one displaces that which
     has waited longest for its next bytes: a sender without a pause is read, however many others wait.
     """
 

@@ -51,7 +51,7 @@ class _Here:
 
 
 class Intake:
-    """Verifies, reads and stores. Whoever is not declined may forget what it sent."""
+    """Verifies, reads and stores. A sender that is not declined may forget what it sent."""
 
     def __init__(
         self,

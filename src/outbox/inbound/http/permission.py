@@ -1,7 +1,7 @@
 """Permission: what a sender is told that asks before it sends, as CloudEvents' "HTTP 1.1 Web Hooks" has it.
 
-Some send nothing to a URL that does not answer this question. It protects others from them: whoever can answer expects
-events. It authenticates nobody, so every origin is told yes, and each request is checked as any other.
+Some send nothing to a URL that does not answer this question. It protects others from them: a receiver that can answer
+expects events. It authenticates no sender, so every origin is told yes, and each request is checked as any other.
 """
 
 from __future__ import annotations

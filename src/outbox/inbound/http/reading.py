@@ -1,4 +1,4 @@
-"""Reading: a request as messages, whose ids tell copies from each other whoever sends them."""
+"""Reading: a request as messages, whose ids tell copies from each other, whatever sends them."""
 
 from __future__ import annotations
 

@@ -69,10 +69,10 @@ def _check_length(length: str, largest: int) -> None:
 
 
 def _paths(scope: Scope) -> tuple[str, str]:
-    """The path, and what of it lies below the mount.
+    """The path, and the part of it below the mount.
 
     Servers, proxies and frameworks do not agree how much of the mount's path a request's begins with. And however many
-    slashes somebody writes, it is the same endpoint: otherwise one more would make a copy new.
+    slashes a sender writes, it is the same endpoint: otherwise one more would make a copy new.
     """
     root, path = ([word for word in scope.get(name, "").split("/") if word] for name in ("root_path", "path"))
     stripped = next(count for count in range(len(root) + 1) if path[: len(root) - count] == root[count:])

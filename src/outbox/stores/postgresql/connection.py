@@ -106,7 +106,7 @@ class Line:
         return not self._turn.locked() and not self.is_closed
 
     async def ask(self, statement: Executable, parameters: Mapping[str, Any]) -> Sequence[Sequence[Any]]:
-        """The rows of a statement. A failure ends the line: nobody knows what it left behind."""
+        """The rows of a statement. A failure ends the line: what it left behind is not known."""
         prepared = prepare(statement, tuple(parameters), DIALECT)
         async with self._turn:
             try:
@@ -129,12 +129,12 @@ class Line:
         return ended
 
     async def check(self) -> None:
-        """Find out whether it still leads anywhere."""
+        """Pre-ping: find out whether the connection still works."""
         async with self._turn:
             await self._raw.execute("SELECT 1")
 
     async def end(self) -> None:
-        """Close it after whoever is being answered, and serve nobody any more."""
+        """Close it after the statement under way, and accept no further one."""
         if self._ended:
             return
         self._ended = True
@@ -163,7 +163,7 @@ def begin(coroutine: Coroutine[Any, Any, None]) -> asyncio.Future[None]:
     """A task whose first step is over when this returns; asyncio's own would take it when the caller next waits.
 
     That step runs as part of whatever runs now: it must not ask for its own task, as a timeout would, nor speak through
-    SQLAlchemy, which would come back to whoever is at work now.
+    SQLAlchemy, which would come back to the task that is at work now.
     """
     loop = asyncio.get_running_loop()
     try:
@@ -252,7 +252,7 @@ class DirectConnection:
     async def connected(self) -> AsyncConnection:
         """A connection outside of every pool, because it is kept.
 
-        Drivers leave half a connection behind when they are cancelled while they connect: whoever wants to leave waits.
+        Drivers leave half a connection behind when they are cancelled while they connect: so the caller waits.
         """
 
         async def connect() -> AsyncConnection:

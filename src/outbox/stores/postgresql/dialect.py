@@ -1,4 +1,4 @@
-"""PostgresqlDialect: how PostgreSQL spells it, and what its drivers and its server know of a transaction."""
+"""PostgresqlDialect: PostgreSQL's own expressions, and what its drivers and its server know of a transaction."""
 
 from __future__ import annotations
 

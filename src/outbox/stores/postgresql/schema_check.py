@@ -172,7 +172,7 @@ def _column(row: Row[Any]) -> LiveColumn:
 
 
 def _index(row: Row[Any]) -> str:
-    # CREATE INDEX CONCURRENTLY leaves such a one behind when it fails: it costs as much as another and serves nobody.
+    # CREATE INDEX CONCURRENTLY leaves such a one behind when it fails: it costs as much as another and serves no query.
     return shape(row.definition) if row.valid else "invalid"
 
 

@@ -117,7 +117,7 @@ class ScanPosition:
             self.in_doubt = True
 
     def counted(self, dead: int) -> None:
-        """So many dead rows lie in the table."""
+        """So many dead rows are in the table."""
         self.in_doubt = False
         if dead > MANY:
             self._from_beginning_at = self._ask_again_at
@@ -235,7 +235,7 @@ class PostgresqlSelecting(SqlSelecting):
                 rows = await self._own_runner.direct.ask(self._route_statement, asked)
                 routed = StraightRouted(_found(rows), _by_queue(rows))
                 hold(routed)
-                if rows and routed.found == len(rows):  # otherwise the head stays where somebody still waits
+                if rows and routed.found == len(rows):  # otherwise the head stays where a message still waits
                     look.found, look.ended = rows, len(rows) < route.limit
             if head.in_doubt:
                 head.counted(await self._own_runner.first_look(self._dead_rows))

@@ -27,16 +27,16 @@ from outbox.stores.wakeup import Wakeup
 # Notifier: wakes sleepers in other processes through PostgreSQL.
 # A transaction that notifies takes one lock of the whole server when it commits, and those that do wait for each
 # other. So NOTIFY never runs in the caller's transaction: it goes out after the commit, from a connection of ours, at
-# most once in a moment, and only if somebody sleeps. Whoever sleeps says so in the state table. Losing a wake-up costs
-# time, never a message: everybody polls.
+# most once in a moment, and only if a process sleeps, which the state table says. Losing a wake-up costs time, never a
+# message: every process polls.
 # A connection that a pooler lends out for each transaction cannot listen: its server would go on to tell strangers. So
-# nobody listens through a pooler.
+# no process listens through a pooler.
 
 logger = logging.getLogger("outbox")
 
 MOMENT, LONGEST_MOMENT = 0.001, 0.02  # seconds between two notifications of one process, few commits or many
 CROWD = 500  # commits a second that make the next moment longer
-LULL = 0.1  # seconds between two questions while nobody sleeps
+LULL = 0.1  # seconds between two questions while no process sleeps
 NAP = 5.0  # seconds for which a sleeper says that it sleeps, at least
 SLEEPERS = 2  # the id of the state table's row in which they say so
 CHECK = 30.0  # seconds between two checks that the listening connection lives
@@ -134,7 +134,7 @@ class Notifier:
             self._moment = min(2 * self._moment, LONGEST_MOMENT) if crowded else max(self._moment / 2, MOMENT)
 
     async def _send(self, destinations: list[str]) -> bool:
-        """Notify whoever sleeps; says whether somebody does."""
+        """Notify the processes that sleep; says whether any does."""
         rows = self._dialect.json([{"name": name} for name in destinations])
         if not self._direct.driver:
             self._plain = self._plain or self._wakeup.plain_line()
@@ -172,7 +172,7 @@ class Notifier:
             await asyncio.sleep(again.pause())
 
     async def _hear_line(self, again: Backoff) -> None:
-        """Ring the store's bells until the line ends: asyncpg calls back."""
+        """Wake the store's tasks until the connection ends: asyncpg calls back."""
         line = await self._direct.open()
         if line is None:
             return
@@ -232,7 +232,7 @@ class PostgresqlWakeup(Wakeup):
         self._notify(names)
 
     def is_quiet(self, destination: str) -> bool:
-        """Whether a claim found nothing here, and nothing was heard since."""
+        """Whether a claim found nothing here, and no wake-up came since."""
         return destination in self._quiet
 
     def found(self, destination: str, anything: bool) -> None:
@@ -245,7 +245,7 @@ class PostgresqlWakeup(Wakeup):
         self.ring(destination)
 
     def heard_everything(self) -> None:
-        """Nobody listened until now: there may be work for anybody."""
+        """No connection listened until now: there may be work for any destination."""
         self._quiet.clear()
         self.ring_all()
 

@@ -1,4 +1,4 @@
-"""SqliteDialect: how SQLite spells it, and what its driver knows."""
+"""SqliteDialect: SQLite's own expressions, and what its driver knows."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class SqliteDialect(PartialIndexes, SqlDialect):
         return func.substr(text, -length)
 
     def skipping_locked(self, statement: Select[Any]) -> Select[Any]:
-        return statement  # whoever is in a transaction that writes is alone
+        return statement  # a transaction that writes is the only one
 
     def size(self, column: ColumnElement[Any]) -> ColumnElement[int]:
         # Of a text it would count characters, and only those before a NUL; of bytes it reads none.

@@ -237,7 +237,7 @@ def _connect(connection: Any, record: object) -> None:
     connection.isolation_level = None  # SQLAlchemy's `begin` event says BEGIN, not the driver
     cursor = connection.cursor()
     cursor.execute(f"PRAGMA busy_timeout = {int(BUSY_TIMEOUT * 1000)}")
-    with suppress(sqlite3.OperationalError):  # somebody writes at this moment: the next connection switches it on
+    with suppress(sqlite3.OperationalError):  # another connection is writing: the next connection switches it on
         cursor.execute("PRAGMA journal_mode = WAL")
     cursor.execute("PRAGMA synchronous = FULL")
     cursor.close()
@@ -265,7 +265,7 @@ def _let_go(connection: Any, record: object, error: BaseException | None) -> Non
         with suppress(Exception):  # it is closed already
             await connection.driver_connection.rollback()
 
-    with suppress(RuntimeError):  # no loop runs any more, hence nobody was cancelled
+    with suppress(RuntimeError):  # no loop runs any more, hence no task was cancelled
         loop = asyncio.get_running_loop()
         _letting_go.add(task := loop.create_task(roll_back()))
         task.add_done_callback(_letting_go.discard)
@@ -289,7 +289,7 @@ def begin_first(connection: Connection, name: str) -> None:
 
 
 async def busy_timeout(engine: AsyncEngine) -> int:
-    """For how many milliseconds an engine's connections wait for their turn."""
+    """For how many milliseconds an engine's connections wait for the write lock."""
     if event.contains(engine.sync_engine, "connect", _connect):
         return int(BUSY_TIMEOUT * 1000)
     async with engine.connect() as connection:

@@ -43,7 +43,7 @@ def _log(file: Path) -> Finding:
 
 
 def patience(milliseconds: int) -> Finding:
-    """How long a connection of the application waits for its turn to write."""
+    """How long a connection of the application waits for the write lock."""
     what = f"{milliseconds / 1000:g} s"
     if milliseconds >= SHORTEST_PATIENCE * 1000:
         return Finding(Level.OK, "busy timeout", what)

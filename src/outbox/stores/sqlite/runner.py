@@ -167,7 +167,7 @@ class MemoryThread:
             await asyncio.sleep(0.002)
 
     def version(self) -> object:
-        return 0  # nobody outside of this process can write here
+        return 0  # no other process can write here
 
     async def close(self) -> None:
         connection, self._connection, self._engine = self._connection, None, None
@@ -272,7 +272,7 @@ QUICK_LOOK, SLOW_LOOK = 0.005, 0.05  # seconds between two looks at the file's v
 
 
 class SqliteWakeup(Wakeup):
-    """A task for each event loop in which somebody waits."""
+    """A task for each event loop in which a caller waits."""
 
     def __init__(self, runner: SqliteRunner) -> None:
         super().__init__()
@@ -284,7 +284,7 @@ class SqliteWakeup(Wakeup):
             in_loop.pulse = asyncio.create_task(self._watch(), name="outbox watch")
 
     async def _watch(self) -> None:
-        """Ring every bell when the file changes, as every commit of anybody changes its version."""
+        """Wake all tasks when the file changes: every commit of any process changes its version."""
         thread, pause = self._runner.own(), QUICK_LOOK
         seen = thread.version()
         while True:

@@ -83,7 +83,7 @@ class SqliteCheck(Check):
         )
 
     def _specification(self, name: str, column: LiveColumn) -> str:
-        """Somebody's own column. It may be empty from now on if nothing fills it: we do not know it."""
+        """A column that the user added. It may be empty from now on if nothing fills it: we do not know it."""
         default = "" if column.default_as_written is None else f" DEFAULT ({column.default_as_written})"
         filled = " NOT NULL" if default and not column.nullable else ""
         return f"{self.quoted(name)} {column.type}{default}{filled}"

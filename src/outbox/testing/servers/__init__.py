@@ -70,7 +70,7 @@ class Server(Protocol):
 
 @dataclass(frozen=True)
 class GivenServer:
-    """A server that somebody else started and named; it is not ours to stop."""
+    """A server that the user started and named; it is not ours to stop."""
 
     url: str
     how: str

@@ -163,7 +163,7 @@ def _cache() -> Path:
             folder.chmod(0o755)
         except OSError:
             continue
-        # What lies there will be run, so a folder that somebody else made will not do.
+        # What lies there will be run, so a folder that another user made will not do.
         if folder.stat().st_uid == os.geteuid():
             return folder
     named = " nor ".join(map(str, folders))

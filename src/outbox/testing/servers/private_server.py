@@ -17,7 +17,7 @@ from typing import ClassVar, Self
 from outbox.testing.servers.programs import Programs, ServerFailed, account
 
 _PATIENCE = 60.0  # seconds a server may take to come up or to go down
-_PORTS_TO_TRY = 5  # somebody else may take a free port before the server does
+_PORTS_TO_TRY = 5  # another program may take a free port before the server does
 
 
 class PrivateServer(ABC):

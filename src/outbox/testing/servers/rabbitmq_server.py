@@ -14,7 +14,7 @@ from outbox.testing.servers.programs import account
 _SBIN = "usr/lib/rabbitmq/lib/rabbitmq_server-*/sbin"
 
 _LOOPBACK_ONLY = "-kernel inet_dist_use_interface {127,0,0,1}"
-_NO_BUSY_WAITING = "+sbwt none +sbwtdcpu none +sbwtdio none"  # it would take the time of whoever is being tested
+_NO_BUSY_WAITING = "+sbwt none +sbwtdcpu none +sbwtdio none"  # it would take the time of what is being tested
 
 # A node that finds no port mapper starts one that outlives it; this one is there first, and ends with the node.
 _NODE_AND_PORT_MAPPER = """

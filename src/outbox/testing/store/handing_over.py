@@ -79,7 +79,7 @@ class HandingOverCases(StoreCases):
     ) -> None:
         await store.queues.bind([Binding("q", "#")])
         await emit(engine, store, message())
-        await store.queues.route(100, {}, {"q": Wanted(10, SHORT)})  # nobody enters the claim: nobody renews it
+        await store.queues.route(100, {}, {"q": Wanted(10, SHORT)})  # the claim is not entered, so it is not renewed
         [attempt] = await soon(lambda: claimed(store))
         assert (attempt.attempt_count, attempt.crash_count) == (1, 1)
 

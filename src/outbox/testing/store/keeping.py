@@ -83,7 +83,7 @@ class KeepingCases(StoreCases):
         assert await store.maintenance.purge(timedelta(hours=1), 100) == 0
         await asyncio.sleep(0.01)
         assert [await store.maintenance.purge(timedelta(0), 3) for _ in range(3)] == [3, 2, 0]
-        assert [stored.state for stored in await store.inspection.list_messages()] == ["delivered"]
+        assert [stored.state for stored in await store.inspection.list_messages()] == ["queued"]
 
     # Tables.
 
@@ -238,25 +238,27 @@ class KeepingCases(StoreCases):
             assert len(claim.attempts) == 1
             backlog = await store.inspection.backlog()
         assert (backlog.waiting, backlog.due, backlog.unroutable) == (2, 1, 1)
-        assert (backlog.leased, backlog.sent, backlog.dead) == (1, 1, 1)
+        assert (backlog.leased, backlog.sent, backlog.handled, backlog.dead) == (1, 0, 1, 1)
         assert backlog.oldest is not None
         assert backlog.oldest > timedelta(0)
         assert backlog.rows_written == 7
         empty, q = backlog.queues
-        assert (empty.queue, empty.binding_keys, empty.delivered) == ("empty", ("never",), 0)
-        assert (q.delivered, q.retrying, q.leased, q.dead) == (1, 1, 1, 1)
+        assert (empty.queue, empty.binding_keys, empty.queued) == ("empty", ("never",), 0)
+        assert (q.queued, q.retrying, q.leased, q.dead) == (1, 1, 1, 1)
 
     async def test_messages_are_listed_by_state_and_queue(self, engine: AsyncEngine, make_store: MakeStore) -> None:
         store = make_store(clean_up_after=NEVER)
         await store.queues.bind([Binding("q", "order.*")])
-        await emit(engine, store, message(body=b"sent"), message(body=b"retrying"), message(body=b"delivered"))
+        await emit(engine, store, message(body=b"handled"), message(body=b"retrying"), message(body=b"queued"))
         await emit(engine, store, message("lonely", body=b"unroutable"))
         await store.queues.route(100, {})
         async with store.feed.claim(Selection(limit=3, lease=LEASE, destination="q")) as claim:
             by_body = {attempt.message.body: attempt.id for attempt in claim.attempts}
-            await claim.settle({by_body[b"sent"]: Done(), by_body[b"retrying"]: RetryIn(LEASE, "x")})
+            await claim.settle({by_body[b"handled"]: Done(), by_body[b"retrying"]: RetryIn(LEASE, "x")})
+        await emit(engine, store, message(body=b"sent"))
+        await settled(store, Done(), None)
         await emit(engine, store, message(body=b"waiting"))
-        for state in ("waiting", "unroutable", "delivered", "retrying", "sent"):
+        for state in ("waiting", "unroutable", "queued", "retrying", "sent", "handled"):
             [stored] = await store.inspection.list_messages(state=state)
             assert (stored.state, stored.message.body) == (state, state.encode())
         assert len(await store.inspection.list_messages(queue="q")) == 3
@@ -267,6 +269,23 @@ class KeepingCases(StoreCases):
         with pytest.raises(ConfigurationError, match="no state"):
             await store.inspection.list_messages(state="lost")
 
+    async def test_from_the_queue_of_a_route_messages_are_sent_and_from_others_handled(
+        self, engine: AsyncEngine, make_store: MakeStore
+    ) -> None:
+        store = make_store(clean_up_after=NEVER)
+        await store.maintenance.record_transport("routes")
+        await queued(engine, store, to_route := message())
+        await store.queues.deliver([received := message()], {received.id: ["listener"]})
+        await settled(store, Done(), "q")
+        await settled(store, Done(), "listener")
+        [stored] = await store.inspection.list_messages(state="sent")
+        assert (stored.message.id, stored.queue, stored.state) == (to_route.id, "q", "sent")
+        [stored] = await store.inspection.list_messages(state="handled")
+        assert (stored.message.id, stored.queue, stored.state) == (received.id, "listener", "handled")
+        assert [each.state for each in await store.inspection.find(to_route.id)] == ["sent"]
+        backlog = await store.inspection.backlog()
+        assert (backlog.sent, backlog.handled) == (1, 1)
+
     async def test_a_message_is_found_wherever_it_is(self, engine: AsyncEngine, store: Store) -> None:
         await store.queues.bind([Binding("a", "#"), Binding("b", "#")])
         sent = message()
@@ -275,10 +294,10 @@ class KeepingCases(StoreCases):
         assert (stored.state, stored.queue, stored.routed_at) == ("waiting", None, None)
         await store.queues.route(100, {})
         await settled(store, Dead(Reason.REJECTED, "no"), "a")
-        delivered, dead = await store.inspection.find(sent.id)
-        assert (delivered.state, delivered.queue, dead.state, dead.queue) == ("delivered", "b", "dead", "a")
+        waits, dead = await store.inspection.find(sent.id)
+        assert (waits.state, waits.queue, dead.state, dead.queue) == ("queued", "b", "dead", "a")
         assert (dead.reason, dead.error) == ("rejected", "no")
-        assert delivered.routed_at is not None
+        assert waits.routed_at is not None
         assert await store.inspection.find("unknown") == []
 
     async def test_a_message_that_moves_is_found_in_one_place(self, engine: AsyncEngine, store: Store) -> None:

@@ -143,7 +143,7 @@ class KnowingCases(StoreCases):
     ) -> None:
         await self.acquainted(engine, store)
         await emit(engine, store, message("order"))
-        leased = (await routed(store, SHORT, orders=10)).claims["orders"]  # nobody enters the claim or renews it
+        leased = (await routed(store, SHORT, orders=10)).claims["orders"]  # the claim is neither entered nor renewed
         [attempt] = await soon(lambda: claimed(store, destination="orders"))
         assert (attempt.attempt_count, attempt.crash_count) == (1, 1)
         for outcome in (Done(), RetryIn(timedelta(0), "late"), Dead(Reason.REJECTED, "late")):

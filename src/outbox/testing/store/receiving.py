@@ -152,7 +152,7 @@ class ReceivingCases(StoreCases):
         backlog = await store.inspection.backlog()
         assert (backlog.waiting, backlog.due) == (0, 0)
         [queue] = backlog.queues
-        assert (queue.queue, queue.delivered, queue.retrying) == ("q", 1, 1)
+        assert (queue.queue, queue.queued, queue.retrying) == ("q", 1, 1)
 
     async def test_a_received_message_whose_worker_died_is_a_suspect(self, store: Store) -> None:
         await store.queues.receive("q", [message()])

@@ -42,7 +42,7 @@ class SettlingCases(StoreCases):
         await queued(engine, store, message())
         await settled(store, Done())
         [stored] = await store.inspection.list_messages()
-        assert (stored.state, stored.attempt_count, stored.leased_until) == ("sent", 1, None)
+        assert (stored.state, stored.attempt_count, stored.leased_until) == ("handled", 1, None)
         assert stored.done_at is not None
         assert await claimed(store) == []
 
@@ -72,7 +72,7 @@ class SettlingCases(StoreCases):
         assert loop.time() - began >= 0.399
         assert (attempt.attempt_count, attempt.crash_count) == (1, 0)
         [stored] = await store.inspection.list_messages()
-        assert (stored.state, stored.history) == ("delivered", "")
+        assert (stored.state, stored.history) == ("queued", "")
 
     @pytest.mark.parametrize(
         "outcome",
@@ -164,7 +164,7 @@ class SettlingCases(StoreCases):
             assert await claim.settle(outcomes) == frozenset()
         assert len(await store.dead_letters.list()) == 10
         states = [stored.state for stored in await store.inspection.list_messages()]
-        assert sorted(states) == ["delivered"] * 20 + ["retrying"] * 10
+        assert sorted(states) == ["queued"] * 20 + ["retrying"] * 10
         assert len(await claimed(store)) == 20  # of those given back, half are due only later
 
     async def test_settling_twice_writes_once(self, engine: AsyncEngine, store: Store) -> None:
@@ -288,7 +288,7 @@ class SettlingCases(StoreCases):
                 assert await write(connection, store, *claim.completion(claim.attempts[0])) == 1
             await claim.settle({claim.attempts[0].id: Done(in_transaction=True)})
         [stored] = await store.inspection.list_messages()
-        assert stored.state == "sent"
+        assert stored.state == "handled"
 
     async def test_many_that_are_completed_are_kept_if_it_is_told_to(
         self, engine: AsyncEngine, make_store: MakeStore
@@ -300,7 +300,7 @@ class SettlingCases(StoreCases):
             async with engine.begin() as connection:
                 assert await connection.run_sync(store.queues.complete, leases) == {lease.id for lease in leases}
             await claim.settle({attempt.id: Done(in_transaction=True) for attempt in claim.attempts})
-        assert {stored.state for stored in await store.inspection.list_messages()} == {"sent"}
+        assert {stored.state for stored in await store.inspection.list_messages()} == {"handled"}
 
 
 async def _both(store: Store) -> list[Attempt]:

@@ -85,7 +85,7 @@ class DatabaseConsumer(Consumer):
         return delivery
 
     async def aclose(self) -> None:
-        """Claim no more and give back what nobody took. Deliveries that were taken stay under their lease."""
+        """Claim no more and give back what no worker took. Deliveries that were taken stay under their lease."""
         self._closed = True
         self._on_close(self)
         self._arrived.set()

@@ -111,7 +111,7 @@ class ClaimedBatch:
         self._all.set()
 
     def end(self) -> None:
-        """Nobody writes any more: whoever waits for an outcome to land is let go."""
+        """Nothing is written any more: tasks that wait for an outcome to land go on."""
         self._open.clear()
         self.written.set()
         for settlement in self._settlements.values():

@@ -244,7 +244,7 @@ class HttpTransport(Transport):
         return replace(found, error=f"{self._destination.host}: {found.error}")
 
     def _hidden(self, text: bytes) -> bytes:
-        """Without what a destination may repeat of a request and nobody else must see."""
+        """Without what a destination may repeat of a request and others must not see."""
         return self._secret.sub(b"***", text)
 
     def _connector(self) -> aiohttp.TCPConnector:
@@ -252,7 +252,7 @@ class HttpTransport(Transport):
         if self._untrusted:
             guarded = {"resolver": CheckedResolver(self._resolver), "socket_factory": checked_socket}
         return aiohttp.TCPConnector(
-            limit=0,  # the slots are our own: nobody waits here while its time runs
+            limit=0,  # the slots are our own: no request waits here while its time runs
             keepalive_timeout=KEEP_ALIVE,
             ssl=self._ssl_context or True,
             **guarded,

@@ -21,10 +21,10 @@ from outbox.transports.http.answers import is_taken
 
 BODY_WITHIN = 3.0  # seconds for the rest of an answer whose status is known
 GONE_OUT_EVERY = 0.01  # seconds between two looks at a request that was answered before it had gone out
-LARGEST_ANSWER = 64 * 1024  # bytes that are read; whoever says more is hung up on
+LARGEST_ANSWER = 64 * 1024  # bytes that are read; after more the connection is closed
 
 _END_OF_HEADERS = b"\r\n\r\n"
-_WITHOUT_END = aiohttp.ClientTimeout(total=None)  # whoever asks has a deadline
+_WITHOUT_END = aiohttp.ClientTimeout(total=None)  # the caller has a deadline
 
 
 class HttpClient:
@@ -137,7 +137,7 @@ class _Parser:
 
 
 async def _gone_out(transport: Any) -> None:
-    """Nobody has taken what was not sent yet, whatever they say."""
+    """No destination has taken what was not sent yet, whatever it answers."""
     carriers = _carriers(transport)
     while _unsent(carriers):
         await asyncio.sleep(GONE_OUT_EVERY)
@@ -157,7 +157,7 @@ def _carriers(transport: Any) -> list[Any]:
 
 
 def _hang_up(connection: Any) -> None:
-    """At once: nobody waits until the other side has read what was still to be sent."""
+    """At once, without waiting until the other side has read what was still to be sent."""
     if connection.transport is not None:
         connection.transport.abort()
     connection.close()

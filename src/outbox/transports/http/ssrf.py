@@ -115,7 +115,7 @@ class CheckedResolver(AbstractResolver):
 
 
 def checked_socket(address: AddrInfoType) -> socket.socket:
-    """A socket for one address, checked again: this is what is connected to, whoever resolved it, and how."""
+    """A socket for one address, checked again: this is what is connected to, whatever resolved it."""
     family, kind, protocol, _, place = address
     check_address(str(place[0]))
     made = socket.socket(family=family, type=kind, proto=protocol)

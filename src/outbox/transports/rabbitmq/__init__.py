@@ -92,7 +92,7 @@ class RabbitmqTransport(Transport):
         self._all_unacknowledged: set[Unacknowledged] = set()
         self._listeners: dict[str, Listener] = {}  # by queue: delays are shared, so all are declared whenever one is
         self._management_url = options.rabbitmq_management_url
-        self._counting: counting.Counting | None = None  # while somebody watches
+        self._counting: counting.Counting | None = None  # while a command watches
         self.dead_letters = RabbitmqDeadLetters(self._names, self._hands, self._queues, self._largest_body)
 
     @classmethod
@@ -312,7 +312,7 @@ class RabbitmqTransport(Transport):
 
     @asynccontextmanager
     async def _channels(self) -> AsyncIterator[OpenChannel]:
-        """Where questions are asked: on a connection of their own, which is that of whoever watches."""
+        """Where questions are asked: on a connection of their own, which is that of the command that watches."""
         if self._counting is not None:
             yield self._counting.channel
         elif self._endpoint.given is not None:

@@ -77,7 +77,7 @@ class Acknowledgements:
         return words
 
     def abandon(self) -> list[Settlement]:
-        """Whoever still waits for a word that nobody will hear."""
+        """The futures of those that still wait for an answer that will not come."""
         settlements = [*self._settlements, *(settlement for _, settlement in self._waiting.values())]
         self._settlements = []
         self._waiting.clear()

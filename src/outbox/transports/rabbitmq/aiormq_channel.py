@@ -28,7 +28,7 @@ class AiormqConnection:
     def __init__(self, connection: AbstractConnection, *, ours: bool = False) -> None:
         self._connection = connection
         self._ours = ours  # whether it may be closed here
-        self.on_blocked: Callable[[str], object] = lambda reason: None  # the library tells nobody but its log
+        self.on_blocked: Callable[[str], object] = lambda reason: None  # the library only logs it
         self.on_unblocked: Callable[[], object] = lambda: None
         self.ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
         connection.closing.add_done_callback(self._end)
@@ -253,7 +253,7 @@ def _incoming(message: DeliveredMessage) -> Incoming:
     try:
         properties = header.raw if isinstance(header, Unparsed) else header.properties.marshal()
     except Exception:  # noqa: BLE001 - what it cannot write again
-        properties = b""  # nobody can read them, which makes it a dead letter
+        properties = b""  # they cannot be read, which makes it a dead letter
     return Incoming(
         message.delivery_tag or 0,
         bool(message.redelivered),

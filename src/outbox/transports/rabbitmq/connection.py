@@ -105,7 +105,7 @@ class SupervisedConnection:
             self._tried.set()
 
     def _tell(self, failure: Exception, pause: float) -> None:
-        """Tell of a trouble when it is new, and then from time to time."""
+        """Report a problem when it is new, and then from time to time."""
         words, now = str(failure), time.monotonic()
         before, told_at = self._told
         if words != before or now - told_at > TELL_EVERY:

@@ -1,4 +1,4 @@
-"""Quieting: what the client library logs of connections that a link supervises. Observers hear it from the link."""
+"""Quieting: what the client library logs of connections that a link supervises. The link reports it to observers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """RabbitmqConsumer: the deliveries of a queue, over as many channels as it takes one after another.
 
-Each listener has a channel of its own: what closes one closes no other, and a slow listener holds back nobody else's
+Each listener has a channel of its own: what closes one closes no other, and a slow listener holds back no other's
 acknowledgements.
 """
 
@@ -104,7 +104,7 @@ class RabbitmqConsumer(Consumer):
         return None
 
     async def aclose(self) -> None:
-        """Consume no more and give back what nobody took. Deliveries that were taken stay until they are settled."""
+        """Consume no more and give back what no worker took. Deliveries that were taken stay until they are settled."""
         self._closed = True
         self._arrived.set()
         if self._preparing is not None:
@@ -134,7 +134,7 @@ class RabbitmqConsumer(Consumer):
             self._observe(Handled(self._consumed.listener.queue, attempt, dead, NO_DELAY))
 
     def when_prepared(self, line_up: Callable[[], None]) -> None:
-        """Have the queue for trials ready, and then a suspected message wait for its turn."""
+        """Make the queue for isolated runs, and then let a suspected message wait for its run."""
         if self._preparing is None:
             self._preparing = asyncio.create_task(self._isolation_queue.name(), name=f"outbox trials of {self.queue}")
         if self._preparing.done():
@@ -146,7 +146,7 @@ class RabbitmqConsumer(Consumer):
         return await self._isolation_queue.name()
 
     def lost(self, holder: Holder, handed_on: Iterable[RabbitmqDelivery]) -> None:
-        """What came by this channel comes again by another. Whoever has taken some of it is told."""
+        """What came by this channel comes again by another. The worker that has taken some of it is told."""
         not_taken = {delivery for delivery in self._ready if delivery.holder is holder}
         self._ready = deque(delivery for delivery in self._ready if delivery.holder is not holder)
         if isinstance(holder, Unacknowledged):

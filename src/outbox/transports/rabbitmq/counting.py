@@ -1,4 +1,4 @@
-"""Counting: what lies in the queues of a broker, for processes that neither publish nor consume."""
+"""Counting: how many messages are in the queues of a broker, for processes that neither publish nor consume."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def counted_delays(names: Names, policies: Iterable[RetryPolicy | None]) -> list
 async def queue_backlogs(
     asking: ReopeningChannel, names: Names, queues: Iterable[str], delays: Iterable[str], seen: Seen | None
 ) -> list[QueueBacklog]:
-    """What lies in these queues of listeners, in all that the management interface names, and behind delays."""
+    """The numbers of these queues of listeners, of all that the management interface names, and of delays."""
     found = []
     for queue in sorted({*queues, *(seen.served(names) if seen is not None else ())}):
         counts = await count(asking, queue, seen)
@@ -75,7 +75,7 @@ async def queue_backlogs(
                 queue=queue.removeprefix(names.queue_prefix),
                 transport=NAME,
                 binding_keys=seen.binding_keys(names, queue) if seen is not None else None,
-                delivered=counts.messages,
+                queued=counts.messages,
                 retrying=None,  # retries of all queues wait behind the same delays
                 leased=counts.unacknowledged,
                 dead=0 if dead is None else dead.messages,
@@ -98,7 +98,7 @@ def untold(names: Names, queues: Iterable[str]) -> list[QueueBacklog]:
             queue=queue.removeprefix(names.queue_prefix),
             transport=NAME,
             binding_keys=None,
-            delivered=None,
+            queued=None,
             retrying=None,
             leased=None,
             dead=None,

@@ -54,7 +54,7 @@ async def declare_for(
     *,
     server_version: tuple[int, ...] | None = None,
 ) -> tuple[Topology, Declared]:
-    """Declare what these listeners need. Delays that nobody can list are made when they are first wanted.
+    """Declare what these listeners need. Delays that cannot be listed are made when they are first wanted.
 
     A user that may not make them needs them all before it starts.
     """
@@ -163,10 +163,12 @@ class Declaring:
                 lambda channel: channel.queue_bind(binding.queue, binding.exchange, binding.routing_key)
             )
         except ChannelAccessRefused:
-            self.refused.add("binding")  # nobody can ask whether it exists: the marker says that somebody saw to it
+            self.refused.add(
+                "binding"
+            )  # there is no way to ask whether it exists: the marker says that a process saw to it
 
     async def mark(self, marker: Exchange) -> None:
-        """Say that all of it is there; or see that somebody who may do so has."""
+        """Say that all of it is there; or see that a process which may do so has."""
         if not self.refused:
             await self.exchange(marker)
         elif not await self._found(lambda channel: channel.exchange_declare(marker.name, passive=True)):
@@ -216,7 +218,7 @@ class Declaring:
         make: Callable[[], Awaitable[None]],
         find: Callable[[AbstractChannel], Awaitable[object]],
     ) -> None:
-        # The broker's log has a line for each refusal: whoever was refused once looks before it asks again.
+        # The broker's log has a line for each refusal: a process that was refused once looks before it asks again.
         if what in self.refused and await self._found(find):
             return
         try:

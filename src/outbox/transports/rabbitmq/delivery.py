@@ -51,7 +51,7 @@ class DeliveryReceiver(Protocol):
         ...
 
     def when_prepared(self, line_up: Callable[[], None]) -> None:
-        """Have the queue for isolated runs ready, and then a suspected message wait for its turn."""
+        """Make the queue for isolated runs, and then let a suspected message wait for its run."""
         ...
 
     async def isolation_queue_name(self) -> str | None: ...
@@ -124,7 +124,7 @@ class RabbitmqDelivery(Delivery):
 
 
 def unread(incoming: Incoming, envelope: Envelope | None = None) -> Attempt:
-    """What stands for a message whose headers nobody can read."""
+    """What stands for a message whose headers cannot be read."""
     message_id = (envelope.text("message_id") if envelope else None) or new_id()
     message = Message(
         routing_key=incoming.routing_key, body=incoming.body, content_type=BYTES, tracking_ids=(message_id,)

@@ -37,7 +37,7 @@ _MAKE = f"start a worker whose user may make them, or provision them: {PRINTED}"
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """What was found, and what lies in the queues that are known."""
+    """What was found, and the numbers of the queues that are known."""
 
     findings: list[Finding]
     reached: bool = True
@@ -266,7 +266,7 @@ def _consumers(comparison: _Comparison) -> Iterator[Finding]:
 
 def _recorded_consumers(names: Names, queues: Sequence[QueueBacklog]) -> Iterator[Finding]:
     known = [each for each in queues if each.consumers is not None]
-    idle = {names.queue(each.queue): Counts(each.delivered, 0) for each in known if each.consumers == 0}
+    idle = {names.queue(each.queue): Counts(each.queued, 0) for each in known if each.consumers == 0}
     yield from _idle(idle, len(known))
 
 
@@ -281,14 +281,14 @@ def _idle(idle: Mapping[str, Counts], known: int) -> Iterator[Finding]:
 
 
 async def _orphans(asking: ReopeningChannel, known: Topology, seen: Seen) -> Iterable[Finding]:
-    """Queues of this exchange that none of these listeners needs, and nobody else either as far as can be seen."""
+    """Queues of this exchange that none of these listeners needs, and no other service either as far as can be seen."""
     names = known.names
     bound = {each.queue for each in seen.bindings if names.owns(each.exchange)}
     strangers = sorted(bound - {queue.name for queue in known.queues})
     counted = {queue: await count(asking, queue, seen) for queue in strangers}
     counts = {queue: found for queue, found in counted.items() if found is not None and found.consumers is not None}
     served = {queue for queue, found in counts.items() if found.consumers}
-    # Dead letters belong to whoever is served, and delays are shared: others who are served may use them.
+    # Dead letters belong to queues that are served, and delays are shared: other queues that are served may use them.
     orphans = [
         queue
         for queue in counts

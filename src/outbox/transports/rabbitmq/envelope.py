@@ -118,7 +118,7 @@ class Envelope:
             del self.headers[name]
 
     def as_new(self) -> Envelope:
-        """The same without what a stranger wrote about its past."""
+        """The same without what another program wrote about its past."""
         envelope = Envelope(self.properties, dict(self.headers))
         envelope.forget(_PRIVATE)
         return envelope
@@ -329,7 +329,7 @@ class Envelope:
         return EPOCH + timedelta(seconds=seconds) if 0 <= seconds < _LATEST // 1_000_000 else datetime.now(UTC)
 
     def own(self, name: str, kind: type) -> Any:
-        """One of our own headers: somebody else may have written what it is not."""
+        """One of our own headers: another program may have written what it is not."""
         if name not in self.headers:
             return None
         value = self.value(name)

@@ -102,7 +102,7 @@ def compare_exchange(exchange: Exchange, kind: str) -> Iterator[Mismatch]:
 def compare_queue(
     queue: Queue, arguments: Mapping[str, object], *, durable: bool, policy: Mapping[str, object]
 ) -> Iterator[Mismatch]:
-    """The policy is what applies to the queue, whoever set it."""
+    """The policy is what applies to the queue, whatever set it."""
     if not durable:
         yield Mismatch("queue", queue.name, "durable", False, True)
     for argument in sorted({*queue.arguments, *arguments}):

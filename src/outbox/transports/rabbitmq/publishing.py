@@ -95,7 +95,7 @@ class BatchPublisher:
 class _Search:
     """Publishes the unanswered part of a batch again, in ever smaller parts, until what is bad stands alone.
 
-    On channels of its own: what closes them closes nobody else's.
+    On channels of its own: what closes them closes no others.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class _Search:
         if len(positions) == 1:
             [position] = positions
             if ended.code is not None and ended.code >= _CONNECTIONS and position not in self._blamed:
-                self._blamed.add(position)  # somebody else's message may have closed the connection
+                self._blamed.add(position)  # another message may have closed the connection
                 return [positions]
             if ended.code != _CHANNEL_ERROR:
                 self._answers[position] = Refusal(ended.text, permanent=ended.code != _ACCESS_REFUSED)

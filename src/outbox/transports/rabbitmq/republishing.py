@@ -117,7 +117,7 @@ class Republisher:
         return nearest is not None and await self._once(nearest, republished) is BrokerAnswer.CONFIRMED
 
     async def close(self) -> None:
-        """Nobody waits for answers any more."""
+        """No answers are waited for any more."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -153,7 +153,7 @@ class Republisher:
             await self._pause(pace, republished, answer)
 
     async def _make(self, delay: timedelta, pace: Backoff, republished: RepublishedMessage) -> None:
-        """A delay that nobody could list beforehand is made when it is first wanted."""
+        """A delay that could not be listed beforehand is made when it is first wanted."""
         try:
             await self._declare(Topology.of_delay(self._names, self._held_back(delay)))
         except (ConfigurationError, TransportUnavailable) as error:

@@ -30,7 +30,7 @@ _LONGEST_SUFFIX = len(".delay_49d23h59m59s999ms")
 _LONGEST_EXCHANGE = 127
 _NAME = re.compile(r"[a-zA-Z0-9\-_.:@#,/+ ]*")
 
-# Each delay is a queue, so one that nobody can list beforehand is rounded up to the next of these.
+# Each delay is a queue, so one that cannot be listed beforehand is rounded up to the next of these.
 STEPS = tuple(
     timedelta(seconds=seconds)
     for seconds in (
@@ -98,7 +98,7 @@ class Names:
 
     @property
     def marker(self) -> str:
-        """An exchange that nobody publishes to: where it exists, delay queues send messages back as this page says."""
+        """An exchange without messages: where it exists, delay queues send messages back as this page says."""
         return f"{self.exchange_name}.topology_v1"
 
     def queue(self, listener_queue: str) -> str:
@@ -111,7 +111,7 @@ class Names:
 
     @property
     def dead_letter_lock(self) -> str:
-        """A queue that exists while somebody looks at dead letters."""
+        """A queue that exists while a command reads dead letters."""
         return f"{self.exchange_name}.dead_letters"
 
     @property
@@ -143,7 +143,7 @@ class Topology:
     exchanges: tuple[Exchange, ...]
     queues: tuple[Queue, ...]
     bindings: tuple[QueueBinding, ...]
-    publishes: tuple[str, ...] = ()  # exchanges that whoever needs this must be able to publish to
+    publishes: tuple[str, ...] = ()  # exchanges to which the user that needs this must be able to publish
     marker: Exchange | None = None  # none: this is only a part
 
     @classmethod
@@ -254,7 +254,7 @@ class Topology:
 
 
 def dead_letter_queue(names: Names, queue: str, server_version: tuple[int, ...] | None) -> Queue:
-    """Where the dead letters of a queue lie, without a limit of any kind."""
+    """The queue of the dead letters of a queue, without a limit of any kind."""
     return Queue(names.dead_letter_queue(queue), _QUORUM | _limits(server_version))
 
 
@@ -304,7 +304,7 @@ def _milliseconds(delay: timedelta) -> int:
 
 
 def _spelled(milliseconds: int) -> str:
-    """Whole seconds below an hour as seconds alone; each duration has one spelling."""
+    """Whole seconds below an hour as seconds only: each duration is written in one way."""
     seconds, rest = divmod(milliseconds, 1000)
     if seconds < 3600:
         return f"{milliseconds}ms" if rest else f"{seconds}s"

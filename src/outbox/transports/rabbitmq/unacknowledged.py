@@ -78,7 +78,7 @@ class Unacknowledged:
             self._refuse(incoming, envelope, error)
             return
         if envelope.is_dead_letter:
-            envelope = envelope.revived()  # somebody moved it back, by a shovel or by hand
+            envelope = envelope.revived()  # it was moved back, by a shovel or by hand
         try:
             message = envelope.message(incoming.routing_key, incoming.body)
             verdict, crashes = self._judge(envelope, message)
@@ -183,7 +183,7 @@ class Unacknowledged:
             task.cancel()
 
     async def _let_the_queue_hear(self) -> None:
-        """Wait until the queue has heard everything: RabbitMQ forgets what a closing channel has not handed on yet.
+        """Wait until the queue has received everything: RabbitMQ forgets what a closing channel has not handed on yet.
 
         Only the beginning and the end of a consumer are answered by the queue itself. What comes meanwhile goes back,
         but not before the end, or it would come again.

@@ -1,4 +1,4 @@
-"""RabbitmqDeadLetters: what lies in the `.dlq` queues.
+"""RabbitmqDeadLetters: the messages of the `.dlq` queues.
 
 A look takes letters out and gives them back, which RabbitMQ counts. Where no limit is set that means nothing; but a
 queue that was made before RabbitMQ 4 has one there. So letters that came back a few times are replaced by copies.
@@ -26,7 +26,7 @@ from outbox.transports.rabbitmq.dead_letters.letter import Letter
 from outbox.transports.rabbitmq.publishing import BatchPublisher, Result
 from outbox.transports.rabbitmq.topology import Names, dead_letter_queue
 
-RENEWED_AFTER = 5  # returns; RabbitMQ 4 drops a message after 20, where nobody has told it otherwise
+RENEWED_AFTER = 5  # returns; RabbitMQ 4 drops a message after 20 by default
 STEP = 250  # letters of a look beyond what it needs, to find the end of those that came back
 COPIES_AT_ONCE = 100
 MOST_LETTERS_READ = 10_000  # letters of a queue that are read to tell when and why they died
@@ -52,7 +52,7 @@ class RabbitmqDeadLetters(DeadLetters):
     queues: Callable[..., Awaitable[Collection[str]]]  # of listeners: those named, those with letters, those known
     largest_body: int  # bytes that a worker takes
     _turns: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = field(default_factory=WeakKeyDictionary)
-    _named: set[str] = field(default_factory=set)  # queues that somebody asked for by name
+    _named: set[str] = field(default_factory=set)  # queues that a caller asked for by name
     _places: dict[int, str] = field(default_factory=dict)
 
     async def chosen(self, filter: Filter) -> list[DeadLetter]:
@@ -113,7 +113,7 @@ class RabbitmqDeadLetters(DeadLetters):
         return len(gone)
 
     async def _where(self, ids: Collection[int]) -> Collection[str]:
-        """The queues in which these may lie."""
+        """The queues in which these may be."""
         known = {self._places.get(id) for id in ids}
         return sorted(queue for queue in known if queue) if None not in known else await self.queues(self._named)
 
@@ -142,7 +142,7 @@ class _Removable:
 
 @dataclass(frozen=True, slots=True)
 class LetterAccess:
-    """One look, with nobody else looking."""
+    """One look, while no other process looks."""
 
     hands: BrokerAccess
     names: Names
@@ -167,7 +167,7 @@ class LetterAccess:
         return await self._published(batch, readable)
 
     async def _may_be_limited(self, queue: str) -> bool:
-        """Whether the queue was made with other arguments than ours, which set no limit, or nobody tells."""
+        """Whether the queue was made with other arguments than ours, which set no limit, or that is not known."""
         wanted = dead_letter_queue(self.names, self.names.queue(queue), self.hands.connection.server_version)
         try:
             channel = await asked(self.hands.connection.client_channel())
@@ -234,7 +234,7 @@ async def _listed(browse: Browse, filter: Filter) -> dict[int, DeadLetter]:
 
 
 async def _counted(browse: Browse, queue: str, since: datetime) -> list[Deaths]:
-    """The youngest lie at the end: a queue of which too many would have to be read is told as a whole."""
+    """The youngest are at the end: a queue of which too many would have to be read is reported as a whole."""
     there = await browse.count()
     if there > MOST_LETTERS_READ:
         return [Deaths(queue=queue, reason=None, count=there)]

@@ -2,7 +2,7 @@
 
 A queue cannot be read without taking messages out of it, and RabbitMQ puts what comes back before everything that was
 never out. So a letter that comes with the mark of a redelivery was looked at before, and one without it begins the part
-that nobody has seen.
+that was never seen.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from outbox.transports.rabbitmq.channel import BrokerConnection, Channel, Incomi
 from outbox.transports.rabbitmq.dead_letters.letter import Letter, read
 from outbox.transports.rabbitmq.topology import Names
 
-ALONE_WITHIN = 30.0  # seconds that somebody else may look
+ALONE_WITHIN = 30.0  # seconds that another process may look
 BROWSE_AGAIN = 0.05  # seconds
-QUIET_AFTER = 2.0  # seconds without a letter after which somebody else must have it
+QUIET_AFTER = 2.0  # seconds without a letter after which another process must have it
 BACK_WITHIN = 5.0  # seconds in which what was given back is there
 MOST_AT_ONCE = 1000
 STEP_BYTES = 8 * 1024 * 1024  # after large letters no more are read at once than have so many, if all are as large
@@ -32,9 +32,9 @@ _ACCESS_REFUSED, _NOT_FOUND, _LOCKED = 403, 404, 405
 
 @asynccontextmanager
 async def alone(connection: BrokerConnection, lock: str) -> AsyncIterator[None]:
-    """Nobody else looks meanwhile: letters in somebody's hands would seem to be gone.
+    """No other process looks meanwhile: letters that one has taken out would seem to be gone.
 
-    The lock is a queue that belongs to this connection and ends with it. Whoever may not make it goes without.
+    The lock is a queue that belongs to this connection and ends with it. A user that may not make it goes without.
     """
     until = time.monotonic() + ALONE_WITHIN
     while True:
@@ -93,7 +93,7 @@ class Browse:
         self.most_returned = 0  # how often the broker has got one of them back
 
     async def count(self) -> int:
-        """How many lie there, those in somebody's hands left out; none where there is no such queue."""
+        """How many are there, without those that a process has taken out; none if there is no such queue."""
         try:
             return (await asked(self._counting.queue_declare(self._name, passive=True))).message_count or 0
         except Lost as error:

@@ -1,4 +1,4 @@
-"""Letters: what lies in a `.dlq` queue, read as a dead letter, whoever put it there."""
+"""Letters: a message of a `.dlq` queue, read as a dead letter, whatever put it there."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from outbox.transports.rabbitmq.headers import (
     too_large,
 )
 
-_NEVER = datetime(1970, 1, 1, tzinfo=UTC)  # where nobody wrote down when it died
+_NEVER = datetime(1970, 1, 1, tzinfo=UTC)  # where it is not written down when it died
 _OF_BROKER = {
     "rejected": Reason.REJECTED,
     "expired": Reason.EXPIRED,
@@ -50,13 +50,13 @@ _OFTEN = 1_000_000  # times that a letter came back, where its count cannot be r
 
 @dataclass(frozen=True, slots=True)
 class Letter:
-    """A dead letter in our hands."""
+    """A dead letter that was taken out and not given back yet."""
 
     tag: int
     dead: DeadLetter
     home: str  # the queue where it died, as the broker calls it
     properties: bytes  # as they came
-    envelope: Envelope | None  # none: nobody can read it
+    envelope: Envelope | None  # none: it cannot be read
     returned: int  # how often the broker got it back
 
     @property
@@ -211,7 +211,7 @@ def _id_of(*parts: bytes) -> str:
 
 
 def _id(queue: str, message_id: str, died_at: datetime) -> int:
-    """A number that stays the same while the letter lies there, in the order of death."""
+    """A number that stays the same while the letter is there, in the order of death."""
     return FIRST_OF_QUEUES + (microseconds(died_at) << _HASH_BITS | _hash(queue, message_id) % (1 << _HASH_BITS))
 
 
