@@ -190,9 +190,9 @@ SHORT: Mapping[str, Profile] = {
         replace(
             _from_the_log(_SHORT, {PRODUCER: 1, RELAY: 2, WORKER: 1}),
             kinds=SHORTLY_ON_LOG,
-            seconds=8,
-            faults=9,
-            messages=300,
+            seconds=6,
+            faults=7,
+            messages=250,
             slow_share=0.005,
             kills=0.0,
             mistakes=0.0,

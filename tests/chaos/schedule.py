@@ -115,7 +115,7 @@ ON_LOG = (
     *KINDS_OF_LOG,
 )
 
-SHORTLY_ON_LOG = (*KINDS_OF_LOG, "crash the database", "cut", "cut at write", "cut from the broker")
+SHORTLY_ON_LOG = (*KINDS_OF_LOG, "crash the database", "cut from the broker")
 
 ON_TWO_SERVICES = (*ON_RABBITMQ, *KINDS_OF_SERVICES)
 SHORTLY_ON_TWO_SERVICES = (
