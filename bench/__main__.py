@@ -24,6 +24,7 @@ from bench import (
     rabbitmq,
     snapshot,
     wakeup,
+    wal,
 )
 from bench.database import database
 from bench.machine import machine
@@ -46,6 +47,7 @@ PARTS = {
     "rabbitmq-end-to-end": rabbitmq.measure_end_to_end,
     "rabbitmq-latency": rabbitmq.measure_latency,
     "rabbitmq-memory": rabbitmq.measure_memory,
+    "wal": wal.measure,
     "mariadb-drain": on_mariadb.measure_drain,
     "mariadb-emit": on_mariadb.measure_emit,
     "mariadb-claim": on_mariadb.measure_claim,
@@ -65,13 +67,22 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="how often everybody has a turn; 3 if not given")
     parser.add_argument("--peers", metavar="PYTHON", help="a Python with bench/requirements.txt; no peers if not given")
     parser.add_argument("--against", metavar="COMMIT", help="what the part `against` compares with")
+    parser.add_argument("--smoke", action="store_true", help="the part wal with few messages: whether it runs at all")
     parser.add_argument("--write", action="store_true", help="put it into docs/benchmarks.md")
     given = parser.parse_args()
     for part in given.parts:
         if part not in ALL:
             parser.error(f"no part is called {part!r}; there are {', '.join(ALL)}")
+    if given.smoke and given.write:
+        parser.error("what --smoke measures is not for the page")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends like Ctrl-C, and what was started ends too
-    asyncio.run(run(given.parts or list(PARTS), Settings(given.rounds, given.peers, given.against), write=given.write))
+    asyncio.run(
+        run(
+            given.parts or list(PARTS),
+            Settings(given.rounds, given.peers, given.against, given.smoke),
+            write=given.write,
+        )
+    )
 
 
 async def run(parts: list[str], settings: Settings, *, write: bool) -> None:

@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 
 from bench.contenders import LOG_LEVEL, Contender
 from bench.database import Database
-from bench.processes import Program, program
+from bench.processes import Program, program, ran
 from outbox.testing.servers import RabbitMQ
 
 ROUTING_KEY = "bench.order"
+COMMAND = (sys.executable, "-m", "outbox")
+LOGGED = "outbox, from the log"
 OURS, HELD, ACKING, LIMIT = "outbox", "held transaction, gather", "aio-pika, ack each", "bare frames"
 
 
@@ -61,7 +63,7 @@ class OnBroker:
 
 
 def ours(broker: Broker, database: Database, table: str = "outbox_over_rabbitmq", exchange: str = "outbox") -> OnBroker:
-    start = (sys.executable, "-m", "outbox")
+    start = COMMAND
     quiet = ("--log-level", LOG_LEVEL)
     return OnBroker(
         OURS,
@@ -71,6 +73,28 @@ def ours(broker: Broker, database: Database, table: str = "outbox_over_rabbitmq"
         _store(broker, database, table),
         {"OUTBOX_RABBITMQ_URL": broker.url, "OUTBOX_EXCHANGE_NAME": exchange},
     )
+
+
+@dataclass(frozen=True)
+class FromLog(OnBroker):
+    """The same with a relay that reads the log: it has a slot as long as it runs."""
+
+    @asynccontextmanager
+    async def relaying(self) -> AsyncIterator[Program]:
+        store = self.store.environment if self.store else {}
+        environment = {**store, **self.environment}
+        await ran((*COMMAND, "wal", "create"), environment)
+        try:
+            async with program(self.relay, environment) as relay:
+                yield relay
+        finally:
+            await ran((*COMMAND, "wal", "drop"), environment)
+
+
+def from_log(broker: Broker, database: Database) -> OnBroker:
+    polls = ours(broker, database, "outbox_from_log", "logged")
+    environment = {**polls.environment, "OUTBOX_RELAY_FROM": "wal", "OUTBOX_QUEUE_PREFIX": "logged."}
+    return FromLog(LOGGED, polls.exchange, polls.worker, polls.relay, polls.store, environment)
 
 
 def held_transaction(broker: Broker, database: Database) -> OnBroker:

@@ -9,6 +9,7 @@ from typing import Any
 
 import asyncpg
 
+from bench.processes import parent_of, time_of_all
 from outbox.testing.servers import PostgreSQL
 
 SETTINGS = {
@@ -45,6 +46,12 @@ class Database:
     async def version(self) -> str:
         async with self.connection() as connection:
             return str(await connection.fetchval("SHOW server_version"))
+
+    async def processor_time(self) -> float:
+        """Seconds that all processes of the server took so far."""
+        async with self.connection() as connection:
+            backend = await connection.fetchval("SELECT pg_backend_pid()")
+            return time_of_all(parent_of(backend))
 
     @asynccontextmanager
     async def old_snapshot(self) -> AsyncIterator[None]:

@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
+from outbox.testing.servers.private_server import descendants
+
 ROOT = Path(__file__).resolve().parents[1]
 
 PATIENCE = 120.0  # seconds that an answer may take before something must be wrong
@@ -69,6 +71,33 @@ class Program:
         except TimeoutError:
             self._process.kill()
             await self._process.wait()
+
+
+def time_of_all(process_id: int) -> float:
+    """Seconds of processor time of a process, of its children, and of those that have ended."""
+    ticks = 0
+    for each in (process_id, *descendants(process_id)):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            ticks += sum(map(int, _status(each)[11:15]))
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def parent_of(process_id: int) -> int:
+    return int(_status(process_id)[1])
+
+
+def _status(process_id: int) -> list[str]:
+    """What follows the name in /proc: the state, the parent, …"""
+    return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
+
+
+async def ran(command: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Run a program to its end."""
+    process = await asyncio.create_subprocess_exec(
+        *command, cwd=ROOT, env={**os.environ, **environment}, stdout=asyncio.subprocess.DEVNULL
+    )
+    if await process.wait():
+        raise RuntimeError(f"{' '.join(command)} ended with code {process.returncode}; its text is above")
 
 
 @asynccontextmanager

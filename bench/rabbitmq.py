@@ -144,34 +144,34 @@ async def measure_memory(database: Database, settings: Settings) -> Report:
     )
 
 
-async def limit(broker: Broker) -> Carried:
-    async with _declared(brokers.acking_each(broker), broker) as publisher:
-        took, processor_time = map(float, (await publisher.asked(f"publish {MESSAGES}")).split())
-    await _emptied(brokers.acking_each(broker))
-    return Carried(MESSAGES / took, processor_time * 1e6 / MESSAGES)
+async def limit(broker: Broker, messages: int = MESSAGES) -> Carried:
+    async with declared(brokers.acking_each(broker), broker) as publisher:
+        took, processor_time = map(float, (await publisher.asked(f"publish {messages}")).split())
+    await emptied(brokers.acking_each(broker), messages)
+    return Carried(messages / took, processor_time * 1e6 / messages)
 
 
-async def relay(contender: OnBroker, broker: Broker, database: Database) -> Carried:
+async def relay(contender: OnBroker, broker: Broker, database: Database, messages: int = MESSAGES) -> Carried:
     async with AsyncExitStack() as stack:
-        await stack.enter_async_context(_declared(contender, broker))
-        store, emitter = await _emitter(stack, contender, database)
+        await stack.enter_async_context(declared(contender, broker))
+        store, emitter = await emitter_of(stack, contender, database)
         relaying = await stack.enter_async_context(contender.relaying())
         await emitter.asked(f"emit {TELL_EVERY}")
         await store.emptied(database)
-        await emitter.asked(f"hold {MESSAGES}")
+        await emitter.asked(f"hold {messages}")
         begun, processor_time = time.monotonic(), relaying.processor_time
         emitter.say("commit")
         await emitter.heard()
         await store.emptied(database)
         took = time.monotonic() - begun
-        carried = Carried(MESSAGES / took, (relaying.processor_time - processor_time) * 1e6 / MESSAGES)
-    await _emptied(contender)
+        carried = Carried(messages / took, (relaying.processor_time - processor_time) * 1e6 / messages)
+    await emptied(contender, messages)
     return carried
 
 
 async def consume(contender: OnBroker, broker: Broker, messages: int = MESSAGES) -> Carried:
     """How fast a worker takes so many messages that wait for it."""
-    async with _declared(contender, broker) as publisher:
+    async with declared(contender, broker) as publisher:
         await publisher.asked(f"publish {messages}")
     async with contender.working(tell_every=TELL_EVERY) as worker:
         begun = await _handled(worker, WARM_UP)
@@ -184,8 +184,8 @@ async def consume(contender: OnBroker, broker: Broker, messages: int = MESSAGES)
 
 async def _carry(contender: OnBroker, broker: Broker, database: Database) -> Carried:
     async with AsyncExitStack() as stack:
-        await stack.enter_async_context(_declared(contender, broker))
-        store, emitter = await _emitter(stack, contender, database)
+        await stack.enter_async_context(declared(contender, broker))
+        store, emitter = await emitter_of(stack, contender, database)
         relay = await stack.enter_async_context(contender.relaying())
         worker = await stack.enter_async_context(contender.working(tell_every=TELL_EVERY))
         await emitter.asked(f"emit {TELL_EVERY}")
@@ -199,18 +199,18 @@ async def _carry(contender: OnBroker, broker: Broker, database: Database) -> Car
         return Carried(MESSAGES / (ended - begun), used * 1e6 / MESSAGES)
 
 
-async def latency_of(contender: OnBroker, broker: Broker, database: Database) -> Latency:
+async def latency_of(contender: OnBroker, broker: Broker, database: Database, messages: int = PACED) -> Latency:
     async with AsyncExitStack() as stack:
-        await stack.enter_async_context(_declared(contender, broker))
-        _, emitter = await _emitter(stack, contender, database)
+        await stack.enter_async_context(declared(contender, broker))
+        _, emitter = await emitter_of(stack, contender, database)
         await stack.enter_async_context(contender.relaying())
         worker = await stack.enter_async_context(contender.working(tell_every=1))
         emitter.say(f"emit {TELL_EVERY}")
         for _ in range(TELL_EVERY):
             await worker.heard()
         await emitter.heard()
-        emitter.say(f"pace {RATE} {PACED}")
-        started = dict([(await worker.heard()).split()[1:] for _ in range(PACED)])
+        emitter.say(f"pace {RATE} {messages}")
+        started = dict([(await worker.heard()).split()[1:] for _ in range(messages)])
         committed = json.loads(await emitter.heard())
     percentiles = statistics.quantiles(
         [(int(started[number]) - moment) / 1e6 for number, moment in committed.items()], n=100
@@ -222,8 +222,8 @@ async def _memory(contender: OnBroker, broker: Broker, database: Database) -> li
     """Megabytes after each chunk."""
     megabytes = []
     async with AsyncExitStack() as stack:
-        await stack.enter_async_context(_declared(contender, broker))
-        store, emitter = await _emitter(stack, contender, database)
+        await stack.enter_async_context(declared(contender, broker))
+        store, emitter = await emitter_of(stack, contender, database)
         relay = await stack.enter_async_context(contender.relaying())
         worker = await stack.enter_async_context(contender.working(tell_every=CHUNK))
         worker.ignore()
@@ -235,7 +235,7 @@ async def _memory(contender: OnBroker, broker: Broker, database: Database) -> li
 
 
 @asynccontextmanager
-async def _declared(contender: OnBroker, broker: Broker) -> AsyncIterator[Program]:
+async def declared(contender: OnBroker, broker: Broker) -> AsyncIterator[Program]:
     """With an empty queue that the contender's worker made, a publisher to it."""
     async with contender.working(tell_every=1) as worker:
         while not await _routed(contender, broker):
@@ -251,13 +251,13 @@ async def _routed(contender: OnBroker, broker: Broker) -> bool:
         return not (await publisher.asked("publish 1")).startswith("refused")
 
 
-async def _emptied(contender: OnBroker) -> None:
+async def emptied(contender: OnBroker, messages: int = MESSAGES) -> None:
     """Let the contender's worker take what waits in its queue."""
     async with contender.working(tell_every=TELL_EVERY) as worker:
-        await _handled(worker, MESSAGES)
+        await _handled(worker, messages)
 
 
-async def _emitter(stack: AsyncExitStack, contender: OnBroker, database: Database) -> tuple[Contender, Program]:
+async def emitter_of(stack: AsyncExitStack, contender: OnBroker, database: Database) -> tuple[Contender, Program]:
     if contender.store is None:
         raise AssertionError(f"{contender.name} has no store")
     emitter = await stack.enter_async_context(contender.store.emitting())

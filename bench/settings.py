@@ -14,6 +14,7 @@ class Settings:
     rounds: int
     peers_python: str | None  # of an environment with what bench/requirements.txt names
     against: str | None = None  # the commit to compare with
+    smoke: bool = False  # few messages and short times: whether it runs, not how fast
 
     def peers(self, database: Database) -> list[Contender]:
         if self.peers_python is None:

@@ -3,6 +3,7 @@
 hold N          write N messages in one transaction, and say so
 commit          commit it
 emit N          write N messages, a hundred in each transaction
+each N          write N messages, one transaction after the other, and say how many seconds that took
 pace RATE N     write N messages, each in a transaction of its own, so many a second; say when each was committed
 """
 
@@ -42,6 +43,8 @@ async def obey(emitter: Emitter) -> None:
                 await hold(emitter, take(numbers, int(count)))
             case ["emit", count]:
                 await emit(emitter, take(numbers, int(count)))
+            case ["each", count]:
+                await each(emitter, take(numbers, int(count)))
             case ["pace", rate, count]:
                 await pace(emitter, float(rate), take(numbers, int(count)))
             case _:
@@ -63,6 +66,14 @@ async def emit(emitter: Emitter, bodies: Sequence[dict[str, int | str]]) -> None
         async with emitter.transaction() as session:
             await emitter.emit(session, bodies[start : start + IN_ONE_TRANSACTION])
     say("emitted")
+
+
+async def each(emitter: Emitter, bodies: Sequence[dict[str, int | str]]) -> None:
+    begun = time.monotonic()
+    for one in bodies:
+        async with emitter.transaction() as session:
+            await emitter.emit(session, [one])
+    say(str(time.monotonic() - begun))
 
 
 async def pace(emitter: Emitter, rate: float, bodies: Sequence[dict[str, int | str]]) -> None:

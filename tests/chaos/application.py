@@ -86,6 +86,11 @@ class Application:
         """How many there are, from a moment on."""
         return sum(database.effects(since) for database in self.databases)
 
+    def witness(self) -> None:
+        """Note the order of what was committed, where relays keep it."""
+        for database in self.databases:
+            database.witness()
+
     def emitted(self) -> int:
         """Messages that were committed."""
         return sum(database.emitted() for database in self.databases)
@@ -109,6 +114,8 @@ class Application:
             balances=_joined(tables.balances for tables in each),
             asked=self.doorway.asked() if self.doorway is not None else (),
             fail_overs=_joined(tables.fail_overs for tables in each),
+            commits=_joined(tables.commits for tables in each),
+            delivered=self.broker.delivered() if self.broker is not None else (),
         )
 
 

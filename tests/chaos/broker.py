@@ -10,7 +10,7 @@ from contextlib import ExitStack, asynccontextmanager, suppress
 from typing import Self
 
 import aiormq
-from aiormq.abc import AbstractChannel
+from aiormq.abc import AbstractChannel, DeliveredMessage
 
 from outbox.core.message import Message
 from outbox.testing.servers import RabbitMQ
@@ -23,11 +23,13 @@ from tests.support.proxy import Link, Proxy
 EXCHANGE = "outbox"
 DEAD_LETTERS = ".dlq"
 LONELY_QUEUE, LONELY_BINDING = "poison", "poison.*"  # the only binding without which its messages go nowhere else
+WITNESS = "witness"  # the rig's own queue, where there is one: it gets a copy of everything
 SPARE_QUEUE = "spare"  # the only queue that can be deleted without a loss
 TICK = 500.0  # milliseconds after which a queue tells how many messages it holds
 LOOK_EVERY = 2.0  # seconds: rabbitmqctl is a program of its own, which takes its time
 USUAL_MEMORY, NO_MEMORY = "0.4", "0.000001"  # of the machine's, above which nobody may publish
 ANSWER_WITHIN = 30.0  # seconds
+WITNESSED_WITHIN = 300.0  # seconds to read the copies of a whole run
 RECOVERED_WITHIN = 20.0  # seconds for all queues after a crash
 
 # A crash, but for one thing: RabbitMQ 3.10 writes the name of a new quorum queue to the disk half a second after it has
@@ -103,10 +105,16 @@ class Broker(ABC):
             with suppress(ServerFailed):
                 counts = dict(line.split("\t") for line in self._listed("name", "messages") if "\t" in line)
                 self._in_queues = sum(
-                    int(count) for name, count in counts.items() if not name.endswith(DEAD_LETTERS) and count.isdigit()
+                    int(count)
+                    for name, count in counts.items()
+                    if not name.endswith(DEAD_LETTERS) and name != WITNESS and count.isdigit()
                 )
                 self._looked_at = time.monotonic()
         return self._in_queues
+
+    def delivered(self) -> tuple[str, ...]:
+        """Ids of messages in the order in which relays delivered them, copies among them, where that is witnessed."""
+        return ()
 
     def final_queues(self) -> tuple[list[tuple[str, str]], list[Buried]]:
         """What waits, by message id and queue, and what is dead."""
@@ -116,7 +124,7 @@ class Broker(ABC):
         waiting, buried = [], []
         async with self._channel() as channel:
             for name in self._listed("name"):
-                if name == "name":  # a heading
+                if name in ("name", WITNESS):  # a heading
                     continue
                 async for message, envelope in _contents(channel, name):
                     if name.endswith(DEAD_LETTERS):
@@ -183,6 +191,39 @@ class SingleNode(Broker):
                 return True
             time.sleep(LOOK_EVERY)
         return False
+
+
+class WitnessedNode(SingleNode):
+    """The same, with a queue of the rig's that nothing consumes: its order is that in which relays delivered."""
+
+    def _start_all(self, stack: ExitStack) -> None:
+        super()._start_all(stack)
+        asyncio.run(self._with_channel(_declare_witness))
+
+    def delivered(self) -> tuple[str, ...]:
+        return asyncio.run(self._witnessed())
+
+    async def _witnessed(self) -> tuple[str, ...]:
+        async with self._channel() as channel:
+            declared = await channel.queue_declare(WITNESS, passive=True)
+            ids: list[str] = []
+            everything = asyncio.Event()
+
+            async def take(delivery: DeliveredMessage) -> None:
+                ids.append(delivery.header.properties.message_id or "")
+                if len(ids) == declared.message_count:
+                    everything.set()
+
+            await channel.basic_consume(WITNESS, take, no_ack=True)
+            async with asyncio.timeout(WITNESSED_WITHIN):
+                await everything.wait()
+        return tuple(ids)
+
+
+async def _declare_witness(channel: AbstractChannel) -> None:
+    await channel.exchange_declare(EXCHANGE, exchange_type="topic", durable=True)
+    await channel.queue_declare(WITNESS, durable=True, arguments={"x-queue-type": "quorum"})
+    await channel.queue_bind(WITNESS, EXCHANGE, "#")
 
 
 async def _contents(channel: AbstractChannel, queue: str) -> AsyncIterator[tuple[Message, Envelope]]:

@@ -13,6 +13,7 @@ from hashlib import sha256
 from tests.chaos.evidence import Buried, Change, Effect, FinalTables, Place
 from tests.chaos.fates import FATES, HANGING, MOST_ATTEMPTS, MOST_CRASHES, QUEUES
 from tests.chaos.history import COMMITTED, ROLLED_BACK, UNKNOWN, UNTOLD, Emitted, History
+from tests.chaos.order import ordering
 
 RECOVERY = 10.0  # seconds within which work resumes once the faults are over
 STOPPING = 20.0  # seconds within which a process that was told to stop is gone
@@ -55,6 +56,7 @@ class Kind(StrEnum):
     AGAIN = "again"  # tried again although its listener had committed
     BURNT = "burnt"  # an attempt was counted although the destination was away
     UNBALANCED = "unbalanced"  # services differ about the balance of an account
+    OVERTAKEN = "overtaken"  # first delivered after something that was committed later
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,7 @@ def check(history: History, tables: FinalTables) -> list[Violation]:
         *_outages(tables),
         *_processes(history),
         *_balances(tables),
+        *_order(history, tables),
     ]
 
 
@@ -342,6 +345,12 @@ def _balances(tables: FinalTables) -> Iterator[Violation]:
         if len(set(balances.values())) > 1:
             detail = ", ".join(f"{book} {balance}" for book, balance in balances.items())
             yield Violation(Kind.UNBALANCED, account, detail)
+
+
+def _order(history: History, tables: FinalTables) -> Iterator[Violation]:
+    """What the log brought was delivered in the order of its commits, copies of it not counted."""
+    for late, early in ordering(history, tables).overtaken:
+        yield Violation(Kind.OVERTAKEN, late, f"delivered after {early}, which was committed later")
 
 
 def digest(message: Emitted) -> str:

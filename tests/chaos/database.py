@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from typing import Self
@@ -63,6 +63,10 @@ class Database(ABC):
     def link(self, name: str) -> Link | None:
         """A way through the proxy for one process, where there is one."""
 
+    def for_relays(self, link: Link | None) -> Mapping[str, str]:
+        """Further variables for a relay's environment."""
+        return {}
+
     @contextmanager
     def connection(self) -> Iterator[Connection]:
         engine = create_engine(self.url, poolclass=NullPool)
@@ -107,6 +111,9 @@ class Database(ABC):
                 return connection.scalar(select(func.count()).select_from(tables.effects).where(recent)) or 0
         except SQLAlchemyError:
             return 0  # the database is away, by a fault that goes on
+
+    def witness(self) -> None:  # noqa: B027 - most have nothing to note
+        """Note the order of what was committed, where relays keep it."""
 
     def emitted(self) -> int:
         """Messages that were committed."""

@@ -100,3 +100,5 @@ class FinalTables:
     balances: tuple[Balance, ...] = ()
     asked: tuple[Asked, ...] = ()  # over HTTP, in the order in which it ended
     fail_overs: tuple[FailOver, ...] = ()
+    commits: tuple[str, ...] = ()  # numbers of transactions in the order of the log, where relays read it
+    delivered: tuple[str, ...] = ()  # message ids in the order in which the broker took them, where relays read the log

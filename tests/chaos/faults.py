@@ -17,6 +17,7 @@ from tests.chaos.broker import Broker, SingleNode
 from tests.chaos.cluster import Cluster, Node
 from tests.chaos.database import Database, ServerDatabase
 from tests.chaos.doorway import NO_ANSWER, REFUSALS, TAKEN, Doorway
+from tests.chaos.log_faults import LogFaults
 from tests.chaos.mariadb import MariadbDatabase
 from tests.chaos.processes import RELAY, WORKER, Crew, Member
 from tests.chaos.schedule import Planned
@@ -80,6 +81,7 @@ class Faults:
             "resets": self._resets,
             "cut from the receiver": self._cut_from_the_receiver,
             "cut at answer": self._cut_at_answer,
+            **LogFaults(crew, application, self._alone, _until).ways,
         }
 
     async def strike(self, fault: Planned) -> None:

@@ -97,6 +97,8 @@ class Member:
             **self._options,
             **here.as_environment(),
         }
+        if self.role == RELAY:
+            environment |= self._home.database.for_relays(self.link)
         if self.broker_link is not None:
             environment["OUTBOX_RABBITMQ_URL"] = f"amqp://guest:guest@127.0.0.1:{self.broker_link.port}/?heartbeat=2"
         if self.http_link is not None:

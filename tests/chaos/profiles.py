@@ -7,15 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tests.chaos.application import Service
-from tests.chaos.broker import Broker, SingleNode
+from tests.chaos.broker import Broker, SingleNode, WitnessedNode
 from tests.chaos.cluster import Cluster
 from tests.chaos.database import MEBIBYTE, PostgresqlDatabase, SqliteDatabase
+from tests.chaos.log import LoggedDatabase
 from tests.chaos.mariadb import MariadbDatabase
 from tests.chaos.processes import PRODUCER, RELAY, WORKER
 from tests.chaos.schedule import (
     DATABASE,
     ON_CLUSTER,
     ON_HTTP,
+    ON_LOG,
     ON_MARIADB,
     ON_MARIADB_AND_RABBITMQ,
     ON_POSTGRESQL,
@@ -24,6 +26,7 @@ from tests.chaos.schedule import (
     ON_STANDBY,
     ON_TWO_SERVICES,
     SHORTLY_ON_HTTP,
+    SHORTLY_ON_LOG,
     SHORTLY_ON_TWO_SERVICES,
 )
 from tests.chaos.standby import LaggingPair, PostgresqlPair
@@ -152,6 +155,13 @@ def _on_mariadb(profile: Profile) -> Profile:
     return replace(profile, name="mariadb", services=services, kinds=ON_MARIADB)
 
 
+def _from_the_log(profile: Profile, members: Mapping[str, int] = _MANY) -> Profile:
+    """With two relays, one of which stands by."""
+    return replace(
+        profile, name="wal", services=(Service(LoggedDatabase, members),), kinds=ON_LOG, broker=WitnessedNode
+    )
+
+
 def _with_standby(profile: Profile, pair: type[PostgresqlPair], name: str) -> Profile:
     services = tuple(replace(service, database=pair) for service in profile.services)
     return replace(_over_rabbitmq(profile), name=name, services=services, kinds=ON_STANDBY)
@@ -177,6 +187,16 @@ SHORT: Mapping[str, Profile] = {
         replace(
             _over_http(_SHORT), kinds=SHORTLY_ON_HTTP, seconds=16, faults=17, messages=400, slow_share=0.005, kills=0.0
         ),
+        replace(
+            _from_the_log(_SHORT, {PRODUCER: 1, RELAY: 2, WORKER: 1}),
+            kinds=SHORTLY_ON_LOG,
+            seconds=6,
+            faults=7,
+            messages=250,
+            slow_share=0.005,
+            kills=0.0,
+            mistakes=0.0,
+        ),
     )
 }
 
@@ -200,6 +220,7 @@ LONG: Mapping[str, Profile] = {
         ),
         replace(_of_two_services(_LONG), messages=30_000, slow_share=0.003, mistakes=0.005, backlog=1000),
         replace(_over_http(_LONG), messages=30_000, slow_share=0.003, backlog=1000),
+        replace(_from_the_log(_LONG), faults=180, messages=60_000, slow_share=0.003, mistakes=0.01, backlog=3000),
     )
 }
 

@@ -15,6 +15,7 @@ from tests.chaos.evidence import FinalTables
 from tests.chaos.failovers import Verdict
 from tests.chaos.fates import FATES
 from tests.chaos.history import History
+from tests.chaos.order import ordering
 from tests.chaos.profiles import Profile
 
 MOST_SHOWN, MOST_EXPLAINED = 20, 100  # violations
@@ -97,6 +98,9 @@ class Report:
         if balances := self.tables.balances:
             accounts = {each.account for each in balances}
             yield f"  balances compared    {len(balances):>9}   of {len(accounts)} accounts"
+        if self.tables.commits:
+            found = ordering(self.history, self.tables)
+            yield f"  in order of commits  {found.compared:>9}   {found.left} were left to the table"
         yield f"  processes that ended {len(self.history.endings):>9}   {killed} killed"
 
     def _leaders(self) -> Iterator[str]:

@@ -81,7 +81,9 @@ class _Rig:
         self.skipped: dict[str, str] = {}
 
     async def run(self) -> None:
-        self._background = [asyncio.create_task(self._crew.tend()), asyncio.create_task(self._hold_back())]
+        self._background = [
+            asyncio.create_task(each) for each in (self._crew.tend(), self._hold_back(), self._witness())
+        ]
         try:
             await self._torment()
         finally:
@@ -154,6 +156,13 @@ class _Rig:
                     self._here.enough.touch()
                 else:
                     self._here.enough.unlink(missing_ok=True)
+            await asyncio.sleep(1.0)
+
+    async def _witness(self) -> None:
+        """Note the order of commits now and then, so that no server has to keep it for long."""
+        while True:
+            with suppress(SQLAlchemyError):
+                await asyncio.to_thread(self._application.witness)
             await asyncio.sleep(1.0)
 
     async def _until(self, condition: Callable[[], bool], longest: float) -> bool:

@@ -79,6 +79,14 @@ KINDS_OF_HTTP: Mapping[str, Kind] = {
     "cut at answer": Kind((RELAY,), 4),
 }
 
+KINDS_OF_LOG: Mapping[str, Kind] = {
+    "kill the active relay": Kind(DATABASE, 4),
+    "kill before the confirm": Kind(DATABASE, 4),
+    "freeze the active relay": Kind(DATABASE, 3, 1.3, 2.5),
+    "end the stream": Kind(DATABASE, 3),
+    "drop the slot": Kind(DATABASE, 2, 0.0, 0.8),
+}
+
 KINDS_OF_MARIADB: Mapping[str, Kind] = {"deadlock": Kind(DATABASE, 4)}
 
 ON_POSTGRESQL = tuple(KINDS)
@@ -100,6 +108,14 @@ ON_STANDBY = (
     *(kind for kind in KINDS_OF_BROKER if kind in ("cut from the broker", "cut at confirm")),
     *KINDS_OF_STANDBY,
 )
+
+# Not a deleted binding: the rig's own queue takes everything, so no message would go nowhere.
+ON_LOG = (
+    *(kind for kind in ON_RABBITMQ if kind not in ("full disk", "delete a binding")),
+    *KINDS_OF_LOG,
+)
+
+SHORTLY_ON_LOG = (*KINDS_OF_LOG, "crash the database", "cut from the broker")
 
 ON_TWO_SERVICES = (*ON_RABBITMQ, *KINDS_OF_SERVICES)
 SHORTLY_ON_TWO_SERVICES = (
@@ -167,6 +183,7 @@ def schedule(
         **KINDS_OF_SERVICES,
         **KINDS_OF_HTTP,
         **KINDS_OF_MARIADB,
+        **KINDS_OF_LOG,
     }
     chosen = list(kinds) + chance.choices(kinds, [known[kind].weight for kind in kinds], k=max(0, count - len(kinds)))
     chosen = chosen[:count]

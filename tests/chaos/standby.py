@@ -55,7 +55,7 @@ class Twin(RecoveringPostgreSQL):
     def __init__(
         self, settings: Mapping[str, str], link: Link | None = None, primary: PostgreSQL | None = None
     ) -> None:
-        followed = {"primary_conninfo": f"host=127.0.0.1 port={link.port} user=outbox"} if link else {}
+        followed = {"primary_conninfo": f"host=127.0.0.1 port={link.port} user=outbox dbname=postgres"} if link else {}
         super().__init__(settings={"wal_keep_size": "2GB", **settings, **followed})
         self._primary = primary
 

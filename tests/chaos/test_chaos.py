@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.chaos.order import ordering
 from tests.chaos.profiles import SHORT
 from tests.chaos.report import Report
 from tests.chaos.run import run
@@ -29,6 +30,12 @@ def test_faults_break_no_promise_between_two_services() -> None:
 
 def test_faults_break_no_promise_over_http() -> None:
     check(run(SHORT["http"], 245))
+
+
+def test_faults_break_no_promise_and_no_order_from_the_log() -> None:
+    report = run(SHORT["wal"], 18)
+    check(report)
+    assert ordering(report.history, report.tables).compared, "some messages came by the log"
 
 
 def check(report: Report) -> None:

@@ -52,6 +52,8 @@ class World:
     own_commits: set[tuple[str, str]] = field(default_factory=set)
     children: set[str] = field(default_factory=set)
     ended: set[str] = field(default_factory=set)
+    commits: list[str] = field(default_factory=list)
+    delivered: list[str] = field(default_factory=list)
     open_sessions: int = 0
     at_least_once: bool = False
     calm_since: float = 21.0
@@ -77,6 +79,8 @@ class World:
             self.at_least_once,
             tuple(Balance(book, account, balance) for (book, account), balance in self.balances.items()),
             tuple(self.asked),
+            commits=tuple(self.commits),
+            delivered=tuple(self.delivered),
         )
         return [(violation.kind, violation.what) for violation in check(history, tables)]
 
@@ -216,6 +220,8 @@ def good_world() -> World:
             Asked("relay-1.1", "late", 22.0, 22.1, 202),
             *(Asked("relay-0.1", id, 60.0, 61.0, 202) for id in ("retried", "poison")),
         ],
+        commits=["committed", "in doubt, there"],
+        delivered=["hopeless", "rejected"],
         own_commits={("driver", "drivers"), ("driver", "plain-drivers")},
         children={"child that committed", "child that was refused"},
         ended={"child that committed", "child that was refused"},
@@ -233,6 +239,11 @@ BAD: Mapping[str, tuple[Spoil, Kind, str]] = {
         lambda world: world.effects.remove(world.effect("plain")),
         Kind.LOST,
         "plain",
+    ),
+    "a message overtook one that was committed before": (
+        lambda world: world.delivered.reverse(),
+        Kind.OVERTAKEN,
+        "hopeless",
     ),
     "a message reached one of its two queues": (
         lambda world: world.effects.remove(world.effect("shared", "ledger")),

@@ -91,6 +91,26 @@ async def test_a_commit_whose_answer_is_cut_off_has_happened(link: Link, postgre
         await connection.execute(f"DROP TABLE {table_name}")
 
 
+async def test_at_a_tripwire_that_hangs_nothing_is_answered_any_more(
+    link: Link, postgresql_url: str, table_name: str
+) -> None:
+    async with connected(link, postgresql_url) as connection:
+        await connection.execute(f"CREATE TABLE {table_name} (id integer)")
+        link.trip_at(["INSERT"], hangs=True)
+        asking = asyncio.ensure_future(connection.execute(f"INSERT INTO {table_name} VALUES (1)"))
+        answered, _ = await asyncio.wait([asking], timeout=LONG_ENOUGH)
+        assert link.tripped.is_set() and not answered
+        link.heal()
+        async with asyncio.timeout(SOON):
+            with pytest.raises(psycopg.OperationalError):
+                await asking
+    link.trip_at([])
+    async with connected(link, postgresql_url) as connection:
+        cursor = await connection.execute(f"SELECT id FROM {table_name}")
+        assert await cursor.fetchall() == [(1,)]
+        await connection.execute(f"DROP TABLE {table_name}")
+
+
 async def test_a_black_hole_answers_nothing_and_ends_in_a_reset(link: Link, postgresql_url: str) -> None:
     async with connected(link, postgresql_url) as connection:
         link.swallow()

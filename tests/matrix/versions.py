@@ -9,6 +9,8 @@ OLDEST_SQLITE = "3.35.2"
 THIS_PYTHON = "3.11"  # of the tests on servers and databases: one thing differs at a time
 
 CONTRACTS = ("tests/contract", "tests/walk", "tests/compatibility")
+# A standby that is promoted keeps a slot from PostgreSQL 17 on.
+ON_POSTGRESQL = (*CONTRACTS, "tests/chaos/test_failover_slots.py")
 # Another Python or other dependencies can change what lies below the contracts, too.
 EVERY_PART = ("tests/contract", "tests/walk", "tests/compatibility", "tests/unit", "tests/amqp", "tests/hostile")
 
@@ -68,10 +70,10 @@ VERSIONS = (
     Version("python-3.12", "Python 3.12", "all", EVERY_PART, "3.12", NOBLE),
     Version("python-3.13", "Python 3.13", "all", EVERY_PART, "3.13", TRIXIE),
     Version("python-3.14", "Python 3.14", "all", EVERY_PART, "3.14", SID),
-    Version("postgresql-14", "PostgreSQL 14", "postgresql", tree=OLDER_POSTGRESQL),
-    Version("postgresql-15", "PostgreSQL 15", "postgresql", tree=BOOKWORM),
-    Version("postgresql-17", "PostgreSQL 17", "postgresql", tree=TRIXIE),
-    Version("postgresql-18", "PostgreSQL 18", "postgresql", tree=SID),
+    Version("postgresql-14", "PostgreSQL 14", "postgresql", ON_POSTGRESQL, tree=OLDER_POSTGRESQL),
+    Version("postgresql-15", "PostgreSQL 15", "postgresql", ON_POSTGRESQL, tree=BOOKWORM),
+    Version("postgresql-17", "PostgreSQL 17", "postgresql", ON_POSTGRESQL, tree=TRIXIE),
+    Version("postgresql-18", "PostgreSQL 18", "postgresql", ON_POSTGRESQL, tree=SID),
     Version("mariadb-10.11", "MariaDB 10.11", "mysql", tree=BOOKWORM),
     Version("mariadb-11.8", "MariaDB 11.8", "mysql", tree=TRIXIE),
     Version("mysql-8.0", "MySQL 8.0", "mysql", tree=MYSQL_8, on_mysql=True),

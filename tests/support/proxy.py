@@ -83,6 +83,7 @@ class Link:
         self.delay = 0.0
         self.tripwire: frozenset[bytes] = frozenset()
         self.tripped = threading.Event()
+        self._hangs = False  # at the tripwire, instead of being cut
 
     @property
     def connections(self) -> int:
@@ -105,9 +106,10 @@ class Link:
         """Hold back everything that is sent, in both directions, for so long."""
         self.delay = seconds
 
-    def trip_at(self, commands: Collection[str]) -> None:
-        """Cut the next connection on which the server says that it completed one of these commands."""
+    def trip_at(self, commands: Collection[str], *, hangs: bool = False) -> None:
+        """Cut the next connection on which the server says that it completed one of these commands; or swallow."""
         self.tripped.clear()
+        self._hangs = hangs
         self.tripwire = frozenset(command.encode() for command in commands)
 
     def heal(self) -> None:
@@ -141,6 +143,13 @@ class Link:
     def _cut_all(self) -> None:
         for pair in list(self._pairs):
             pair.reset()
+
+    def cuts(self, message: bytes) -> bool:
+        """Whether the connection is cut at this message of the server."""
+        if not self.trips(message):
+            return False
+        self.swallows = self.swallows or self._hangs
+        return not self._hangs
 
     def trips(self, message: bytes) -> bool:
         """Whether a message of the server is what the tripwire waits for."""
@@ -236,7 +245,7 @@ class Pair:
             held += data
             start = 0
             while end := self._end_of_message(held, start):
-                if self._link.trips(held[start : min(end, start + 64)]):
+                if self._link.cuts(held[start : min(end, start + 64)]):
                     self.reset()
                     return
                 start = end

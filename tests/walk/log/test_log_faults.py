@@ -146,6 +146,27 @@ async def test_a_server_that_crashes_loses_nothing(server: PostgreSQL, shop: Out
     assert set(place.bodies) == {str(number) for number in range(40)}
 
 
+@pytest.mark.parametrize("size", [1, 100_000], ids=["the stream goes on", "the stream is paused"])
+async def test_a_server_stops_although_its_messages_are_not_confirmed(
+    server: PostgreSQL, shop: Outbox, place: Place, size: int
+) -> None:
+    """It ends every other session, and waits for whoever reads its log to confirm what it sent."""
+    bodies = [f"{number} {'x' * size}"[: max(size, 3)] for number in range(100)]
+    async with shop.running(relay=True):
+        place.opened.clear()
+        await emit(shop, *bodies)
+        async with asyncio.timeout(20):
+            while not place.asked:
+                await asyncio.sleep(0.02)
+        began = asyncio.get_running_loop().time()
+        await asyncio.to_thread(server.stop)
+        assert asyncio.get_running_loop().time() - began < 30
+        await asyncio.to_thread(server.start)
+        place.opened.set()
+        await emptied(shop)
+    assert {int(body.split()[0]) for body in place.bodies} == set(range(100))
+
+
 async def test_a_slot_that_needs_too_much_is_lost_and_no_message_is(
     shop: Outbox, place: Place, recorder: Recorder
 ) -> None:

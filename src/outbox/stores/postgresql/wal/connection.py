@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import Any, Self
 
 from sqlalchemy import URL
+from sqlalchemy.dialects.postgresql.psycopg import PGDialectAsync_psycopg
 
 from outbox.core.errors import ConfigurationError
 from outbox.stores.postgresql.wal.pgoutput import status
@@ -49,20 +50,7 @@ class ReplicationConnection:
     async def open(cls, url: URL, application_name: str) -> Self:
         """Connect for replication. Errors are the driver's own."""
         driver = _driver()
-        given = dict(url.query)
-        arguments: dict[str, Any] = {
-            _LIBPQ_NAMES.get(name, name): value if isinstance(value, str) else ",".join(value)
-            for name, value in given.items()
-            if name not in _NOT_LIBPQ
-        }
-        arguments |= {
-            "host": url.host,
-            "port": url.port,
-            "user": url.username,
-            "password": None if url.password is None else str(url.password),
-            "dbname": url.database,
-        }
-        arguments = {name: value for name, value in arguments.items() if value is not None}
+        arguments = _libpq(url)
         settings = " ".join(f"-c {name}={value}" for name, value in _OPTIONS.items())
         arguments["options"] = f"{settings} {arguments.get('options', '')}".strip()
         arguments.setdefault("connect_timeout", str(int(CONNECT_WITHIN)))
@@ -144,6 +132,18 @@ class ReplicationConnection:
         with suppress(Exception):  # it is broken already
             async with asyncio.timeout(END_WITHIN):
                 await self._connection.close()
+
+
+def _libpq(url: URL) -> dict[str, Any]:
+    """What libpq calls a URL's parts, whichever driver it is for; `host=a:1&host=b:2` in it are two hosts."""
+    given = {
+        _LIBPQ_NAMES.get(name, name): value if name in ("host", "port") or isinstance(value, str) else ",".join(value)
+        for name, value in url.query.items()
+        if name not in _NOT_LIBPQ
+    }
+    dialect: Any = PGDialectAsync_psycopg
+    _, arguments = dialect().create_connect_args(url.set(query=given))
+    return {name: value if name == "port" else str(value) for name, value in arguments.items()}
 
 
 def as_position(text: str) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from struct import Struct, error
 from typing import NamedTuple
@@ -95,6 +95,9 @@ class Binary(bytes):
 class _Unchanged:
     """A value that was not sent because it did not change. An inserted row has none."""
 
+    def __len__(self) -> int:
+        return 0
+
 
 UNCHANGED = _Unchanged()
 
@@ -131,6 +134,7 @@ class PgoutputDecoder:
 
     def __init__(self) -> None:
         self._relations: dict[int, RelationMessage] = {}
+        self._names: dict[int, tuple[str, ...]] = {}  # of their columns
         self._decode: dict[bytes, Callable[[bytes], Decoded]] = {
             b"B": self._begin,
             b"C": self._commit,
@@ -171,6 +175,7 @@ class PgoutputDecoder:
             at += 8
             columns.append(Column(column, type_oid))
         relation = self._relations[oid] = RelationMessage(oid, namespace or "pg_catalog", name, tuple(columns))
+        self._names[oid] = tuple(column.name for column in columns)
         return relation
 
     def _insert(self, data: bytes) -> Insert:
@@ -183,28 +188,31 @@ class PgoutputDecoder:
         (count,) = _COUNT.unpack_from(data, 6)
         if count != len(relation.columns):
             raise ValueError(f"it has {count} columns, and {relation.name} has {len(relation.columns)}")
-        values = dict(zip((column.name for column in relation.columns), _values(data, 8, count), strict=True))
+        values = dict(zip(self._names[oid], _values(data, 8, count), strict=True))
         return Insert(relation, values)
 
 
-def _values(data: bytes, at: int, count: int) -> Iterator[Value]:
+def _values(data: bytes, at: int, count: int) -> list[Value]:
+    # Each row passes here, with all of its columns: a list is made in half the time that a generator takes.
+    values: list[Value] = []
     for _ in range(count):
         kind = data[at]
         at += 1
         if kind == 0x6E:  # n
-            yield None
-        elif kind == 0x75:  # u
-            yield UNCHANGED
-        elif kind in (0x74, 0x62):  # t, b
+            values.append(None)
+        elif kind == 0x62 or kind == 0x74:  # b, t
             (length,) = _LENGTH.unpack_from(data, at)
             at += 4
             value = data[at : at + length]
             if len(value) != length:
                 raise ValueError(f"a value of {length} bytes has only {len(value)}")
             at += length
-            yield Binary(value) if kind == 0x62 else value
+            values.append(Binary(value) if kind == 0x62 else value)
+        elif kind == 0x75:  # u
+            values.append(UNCHANGED)
         else:
             raise ValueError(f"no value is of kind {chr(kind)!r}")
+    return values
 
 
 def _name(data: bytes, at: int) -> tuple[str, int]:

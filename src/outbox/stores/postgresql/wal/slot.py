@@ -138,6 +138,10 @@ class LogSlot:
             "messages that it does not bring are found in the table"
         ]
 
+    async def probe(self) -> None:
+        """Raise if the database does not answer."""
+        await self._runner.inspect(lambda connection: connection.execute(text("SELECT 1")))
+
     async def concerns(self) -> list[str]:
         """What should be known of the slot while it works."""
         found = (await self._runner.inspect(self._found)).slot

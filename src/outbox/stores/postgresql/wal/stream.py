@@ -26,6 +26,7 @@ from outbox.stores.postgresql.wal.pgoutput import (
     PgoutputDecoder,
     unframed,
 )
+from outbox.stores.postgresql.wal.server_watch import ServerWatch
 from outbox.stores.postgresql.wal.slot import LogSlot
 from outbox.stores.postgresql.wal.window import LoggedTransaction
 
@@ -55,6 +56,11 @@ class Reading:
     @property
     def confirmed(self) -> int:
         return self._window.confirmed
+
+    @property
+    def waits(self) -> bool:
+        """Whether anything is not settled."""
+        return not self._window.is_empty
 
     def take(self, frame: bytes) -> None:
         """Take one frame, without waiting for anything: no position can be confirmed past what it holds."""
@@ -191,6 +197,15 @@ class LogStream:
         return reading
 
     async def _read(self, connection: ReplicationConnection, reading: Reading, stop: asyncio.Event) -> None:
+        watch = ServerWatch(self._slot.probe)
+        try:
+            await self._read_watched(connection, reading, watch, stop)
+        finally:
+            await watch.end()
+
+    async def _read_watched(
+        self, connection: ReplicationConnection, reading: Reading, watch: ServerWatch, stop: asyncio.Event
+    ) -> None:
         feed = self._feed
         told, tell_at = 0, 0.0
         while True:
@@ -203,6 +218,7 @@ class LogStream:
                 connection.send(reading.received, reading.confirmed, _local())
                 self._trouble.reset()
                 self._outage.over()
+            watch.look(reading.confirmed, waits=reading.waits)
             if stop.is_set():
                 feed.has_slot = False
                 if feed.is_idle:
