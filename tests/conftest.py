@@ -26,11 +26,11 @@ from outbox.testing import servers  # noqa: E402
 from outbox.testing.servers import PgBouncer, Server, postgresql  # noqa: E402
 from tests.support.broker import VirtualHost  # noqa: E402
 from tests.support.contracts import told  # noqa: E402
-from tests.support.databases import DATABASES, url_on  # noqa: E402
+from tests.support.databases import DATABASES, WAL, url_on  # noqa: E402
 from tests.support.mariadb import shared_server, statement  # noqa: E402
 from tests.support.needs import needs_server  # noqa: E402
-from tests.support.observing import Recorder  # noqa: E402
-from tests.support.outboxes import MakeOutbox  # noqa: E402
+from tests.support.observing import Recorder, eventually  # noqa: E402
+from tests.support.outboxes import MakeOutbox, dropped  # noqa: E402
 
 _numbers = itertools.count(1)
 
@@ -204,7 +204,8 @@ ON_MARIADB = frozenset(
 
 def _is_one_of_all(item: pytest.Item) -> bool:
     """Whether a test runs on every database, and does not name those that it is for."""
-    return not any("database_url" in mark.args[0] for mark in item.iter_markers("parametrize"))
+    named = [mark.args[1] for mark in item.iter_markers("parametrize") if "database_url" in mark.args[0]]
+    return all(set(DATABASES) <= set(names) for names in named)
 
 
 def _file(item: pytest.Item) -> str:
@@ -239,19 +240,27 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.fixture
-async def make_outbox(database_url: str, table_name: str) -> AsyncIterator[MakeOutbox]:
+async def make_outbox(request: pytest.FixtureRequest, database_url: str, table_name: str) -> AsyncIterator[MakeOutbox]:
     """Outboxes on the database at hand; more than one share the table, as processes would."""
     made: list[Outbox] = []
+    callspec = getattr(request.node, "callspec", None)
+    from_log = callspec is not None and callspec.params.get("database_url") == WAL
+    feed = {"relay_from": "wal", "slot_in_use_delay": 0.1} if from_log else {}
 
     def make(**options: Any) -> Outbox:
-        defaults = {"db_engine_url": database_url, "table_name": table_name, "poll_interval": 0.2}
+        defaults = {"db_engine_url": database_url, "table_name": table_name, "poll_interval": 0.2, **feed}
         if "db_engine" in options:
             del defaults["db_engine_url"]
         outbox = Outbox(**{**defaults, **options})
         made.append(outbox)
         return outbox
 
+    if from_log:
+        await make().create_tables()
+        await made[0].wal.create()
     yield make
+    if from_log:
+        await eventually(lambda: dropped(made[0]))
     for outbox in made:
         await outbox.close()
 

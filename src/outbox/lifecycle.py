@@ -11,10 +11,10 @@ from functools import partial
 from typing import Any
 
 from outbox.background import in_background
-from outbox.core.errors import ConfigurationError, FeedMismatch, TransportMismatch, WrongEventLoop
+from outbox.core.errors import TransportMismatch, WrongEventLoop
 from outbox.core.events import Failed, Observer, Started, Stopped
 from outbox.core.listener import Listener, check_listeners
-from outbox.core.log import LogReader
+from outbox.core.log import LogReader, LogStore
 from outbox.core.transport import Transport
 from outbox.parts import Parts
 from outbox.shutdown import Shutdown, on_signals
@@ -86,7 +86,8 @@ class Lifecycle:
             storage = parts.workers.storage(transport, listeners, stack)
             if relay and transport.routes:
                 await parts.relays.bind(transport)
-            reader = await log_reader(parts, transport) if relay and needs_store else None
+            hands_on = relay or (transport.takers is not None and not leftovers)
+            reader = await log_reader(parts, transport) if hands_on and needs_store else None
             relays = parts.relays.of(transport, relay, routes=not leftovers, reader=reader) if needs_store else []
             what = "worker" if listeners else "relay"
             parts.observe(Started(what, _described(transport, listeners)))
@@ -160,22 +161,21 @@ async def open_store(parts: Parts, transport: Transport) -> None:
 
 
 async def log_reader(parts: Parts, transport: Transport) -> LogReader | None:
-    """What a relay reads the database's log by, if it does; it is refused where it cannot, or where it must."""
+    """What reads the database's log: for a relay's feed, or to wake what routes in the database.
+
+    Beside a relay that polls, what ends it when its messages come from the log.
+    """
+    from outbox.outbound.feed_guard import FeedGuard
+
     publishes = transport.takers is None and not transport.routes
-    if not parts.from_log:
-        if publishes and await parts.store.owners.feeds():
-            raise FeedMismatch(
-                f"the messages of the table {parts.tables.messages.fullname!r} come from the write-ahead log, and this "
-                "relay would poll them: start it with relay_from='wal' (outbox relay --from wal). If the change is "
-                "meant, stop the relays that read the log and run: outbox wal drop"
-            )
+    reader: LogReader
+    if parts.from_log:
+        reader = parts.log_reader(transport, feeds=publishes)
+    elif publishes and isinstance(parts.store, LogStore):
+        table = parts.tables.messages.fullname
+        reader = FeedGuard(parts.store.owners, table, parts.settings.seconds_between_looks)
+    else:
         return None
-    if not publishes:
-        raise ConfigurationError(
-            f"relay_from='wal' is for a transport that a relay publishes to, and {transport.name!r} has its messages "
-            "routed in the database"
-        )
-    reader = parts.log_reader(transport)
     await reader.begin()
     return reader
 

@@ -105,7 +105,7 @@ class Options(TypedDict, total=False):
     Default: `True`.
     """
     relay_from: str | None
-    """Where a relay reads messages: `table` polls, `wal` tails PostgreSQL's log, after `outbox wal create`.
+    """How a relay finds messages: `table` polls, `wal` tails PostgreSQL's log, or is woken by it. See `outbox wal`.
     Default: `table`.
     """
     wal_url: str | None

@@ -193,12 +193,13 @@ class Parts:
         """The slot of this outbox."""
         return self.log_store.log_administration(self.log_url, self.settings.wal_slot)
 
-    def log_reader(self, transport: Transport) -> LogReader:
-        """What one relay reads the log by."""
+    def log_reader(self, transport: Transport, *, feeds: bool) -> LogReader:
+        """What one process reads the log by."""
         from outbox.outbound.relay import STUCK
 
         settings = self.settings
         options = LogOptions(
+            feeds=feeds,
             url=self.log_url,
             slot=settings.wal_slot,
             poll_interval=settings.seconds_between_looks,

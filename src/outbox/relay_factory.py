@@ -41,16 +41,16 @@ class RelayFactory:
         """Those of a process: each cleans up; a relay publishes; with queues in the database, a router routes."""
         look = self._settings.seconds_between_looks
         relays: list[Running] = [self._relay(self.cleanup(), asyncio.sleep, look * CLEAN_UP_EVERY, "cleanup")]
+        relays += [] if reader is None else [reader]
         if transport.takers is not None:
             relays += [self._routing(transport.takers)] if routes else []
         elif transport.routes and relay:
             relays.append(self._routing(NO_TAKERS))
             circuits = Circuits(self._store)
             relays += [self._publishing(each.transport, circuits, each.name) for each in transport.routes]
-        elif relay and reader is not None:
-            relays += [reader, self._publishing(transport, Circuits(self._store), feed=reader.feed)]
         elif relay:
-            relays.append(self._publishing(transport, Circuits(self._store)))
+            feed = None if reader is None else reader.feed
+            relays.append(self._publishing(transport, Circuits(self._store), feed=feed))
         return relays
 
     def rounds(self, transport: Transport) -> list[Round]:

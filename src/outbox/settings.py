@@ -162,7 +162,7 @@ class Settings:
     )
     relay_from: str = option(
         "table",
-        "Where a relay reads messages: `table` polls, `wal` tails PostgreSQL's log, after `outbox wal create`.",
+        "How a relay finds messages: `table` polls, `wal` tails PostgreSQL's log, or is woken by it. See `outbox wal`.",
         parse=str,
     )
     wal_url: str | None = option(

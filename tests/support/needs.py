@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 _SERVERS = frozenset({"postgresql_url", "mariadb_url", "pgbouncer", "rabbitmq"})  # fixtures
-_DATABASES = ("postgresql", "mariadb", "mysql")
+_DATABASES = ("postgresql", "mariadb", "mysql", "wal")
 
 
 def needs_server(item: pytest.Item) -> bool:

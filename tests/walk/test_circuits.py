@@ -16,6 +16,7 @@ from outbox.outbound import circuit
 from outbox.outbound.circuit import LOOK_EVERY
 from outbox.outbound.cleanup import Cleanup
 from outbox.testing.clock import advance
+from tests.support.databases import either_feed
 from tests.support.observing import PATIENCE, Recorder, Statements, eventually
 from tests.support.outboxes import MakeOutbox, emit
 from tests.walk.destinations import Answer, Sink, broken, no, nothing, unavailable, yes
@@ -356,6 +357,7 @@ async def test_beside_a_probe_without_an_answer_one_other_message_is_asked_about
     assert await untouched(outbox)
 
 
+@either_feed
 async def test_relays_live_through_an_outage_and_lose_nothing(
     make_outbox: MakeOutbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -379,6 +381,7 @@ async def test_relays_live_through_an_outage_and_lose_nothing(
     assert await state(first) is CircuitState.CLOSED
 
 
+@either_feed
 async def test_one_message_that_silences_its_destination_does_not_stop_the_others(
     make_outbox: MakeOutbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:

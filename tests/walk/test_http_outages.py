@@ -15,6 +15,7 @@ from outbox.core.events import CircuitClosed, CircuitOpened
 from outbox.core.store import CircuitState
 from outbox.outbound import circuit
 from outbox.transports.http import HttpTransport
+from tests.support.databases import either_feed
 from tests.support.http_sink import HttpSink, by_type, hang, reset, status
 from tests.support.observing import Recorder, eventually
 from tests.support.outboxes import MakeOutbox
@@ -47,6 +48,7 @@ async def empty(outbox: Outbox) -> bool:
     return not await outbox.messages()
 
 
+@either_feed
 @pytest.mark.parametrize("how", ["refused", "reset", "hanging"])
 async def test_an_outage_burns_nothing_and_everything_arrives_when_it_is_over(
     make_outbox: MakeOutbox, sink: HttpSink, caplog: pytest.LogCaptureFixture, how: str
@@ -113,6 +115,7 @@ def as_integer(body: ColumnElement[bytes]) -> ColumnElement[int]:
     return cast(cast(body, Text), Integer)
 
 
+@either_feed
 async def test_of_two_routes_one_server_is_away_and_the_other_gets_everything(
     make_outbox: MakeOutbox, sink: HttpSink, other: HttpSink
 ) -> None:
@@ -140,6 +143,7 @@ async def _none_left(outbox: Outbox, queue: str) -> bool:
     return not await outbox.messages(queue=queue)
 
 
+@either_feed
 async def test_one_message_that_hangs_its_server_does_not_stop_the_others(
     make_outbox: MakeOutbox, sink: HttpSink
 ) -> None:
@@ -152,6 +156,7 @@ async def test_one_message_that_hangs_its_server_does_not_stop_the_others(
         await eventually(lambda: set(sink.ids) >= set(sent))
 
 
+@either_feed
 async def test_what_expires_while_a_server_is_away_is_dead(make_outbox: MakeOutbox, sink: HttpSink) -> None:
     await sink.stop()
     recorder = Recorder()

@@ -26,7 +26,7 @@ from outbox.core.transport import Defaults
 from outbox.observers.logging import LoggingObserver
 from outbox.testing.servers import RabbitMQ
 from outbox.transports.rabbitmq import RabbitmqTransport
-from tests.support.databases import on_sqlite
+from tests.support.databases import SQLITE, WAL, on_sqlite, on_sqlite_and_from_the_log
 from tests.support.observing import PATIENCE, Recorder, arrival, eventually
 from tests.support.outboxes import MakeOutbox, emit
 
@@ -101,8 +101,12 @@ async def shop(
         yield outbox
 
 
-@on_sqlite
-@pytest.mark.parametrize("end", [RabbitMQ.kill, RabbitMQ.stop], ids=["killed", "stopped"])
+@pytest.mark.parametrize(
+    ("end", "database_url"),
+    [(RabbitMQ.kill, SQLITE), (RabbitMQ.stop, SQLITE), (RabbitMQ.kill, WAL)],
+    ids=["killed-sqlite", "stopped-sqlite", "killed-wal"],
+    indirect=["database_url"],
+)
 async def test_work_goes_on_when_the_broker_is_back(
     shop: Outbox,
     broker: RabbitMQ,
@@ -122,7 +126,7 @@ async def test_work_goes_on_when_the_broker_is_back(
     assert all(event.attempt.attempt_count == 1 for event in recorder.of(Relayed))  # being away burns no attempt
 
 
-@on_sqlite
+@on_sqlite_and_from_the_log
 async def test_work_goes_on_after_the_broker_closed_every_connection(
     shop: Outbox, broker: RabbitMQ, arrivals: Arrivals, recorder: Recorder
 ) -> None:
@@ -171,7 +175,7 @@ async def test_what_a_busy_worker_could_not_acknowledge_before_a_cut_is_no_lost_
     assert "; again in " in begins and " works again after " in ends
 
 
-@on_sqlite
+@on_sqlite_and_from_the_log
 async def test_a_queue_that_was_deleted_is_made_again(
     shop: Outbox, broker: RabbitMQ, arrivals: Arrivals, recorder: Recorder, table_name: str
 ) -> None:
@@ -180,7 +184,7 @@ async def test_a_queue_that_was_deleted_is_made_again(
     assert await arrival(arrivals) == "second"
 
 
-@on_sqlite
+@on_sqlite_and_from_the_log
 async def test_a_broker_with_an_alarm_is_waited_for(
     shop: Outbox, broker: RabbitMQ, arrivals: Arrivals, recorder: Recorder
 ) -> None:
@@ -236,7 +240,7 @@ async def test_a_message_that_the_broker_cannot_take_fails_alone(
     await transport.close()
 
 
-@on_sqlite
+@on_sqlite_and_from_the_log
 async def test_a_message_that_no_queue_is_bound_to_is_kept_until_one_is(
     make_shop: MakeOutbox, listener: Listener, arrivals: Arrivals, recorder: Recorder
 ) -> None:

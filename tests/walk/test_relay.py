@@ -16,6 +16,7 @@ from outbox.core.events import Handled, Troubled
 from outbox.core.transport import Published, Refusal
 from outbox.outbound import publishing
 from outbox.transports.memory import MemoryTransport
+from tests.support.databases import either_feed
 from tests.support.observing import PATIENCE, Recorder, eventually
 from tests.support.outboxes import MakeOutbox, emit
 from tests.walk.destinations import Answer, Scripted, broken, cancelled, nothing, unavailable, yes
@@ -41,6 +42,7 @@ async def relaying(make_outbox: MakeOutbox, transport: Any, **options: Any) -> A
         yield outbox
 
 
+@either_feed
 async def test_a_confirmed_message_is_sent_once_and_gone(make_outbox: MakeOutbox) -> None:
     transport = Scripted(yes)
     async with relaying(make_outbox, transport) as outbox:
@@ -49,6 +51,7 @@ async def test_a_confirmed_message_is_sent_once_and_gone(make_outbox: MakeOutbox
     assert sorted(message.body for call in transport.calls for message in call) == [b"1", b"2", b"3"]
 
 
+@either_feed
 @pytest.mark.parametrize("doubt", [nothing, unavailable, broken, cancelled])
 async def test_a_message_in_doubt_stays_and_burns_no_attempt(make_outbox: MakeOutbox, doubt: Answer) -> None:
     transport = Scripted(doubt, doubt, doubt, yes)
@@ -60,6 +63,7 @@ async def test_a_message_in_doubt_stays_and_burns_no_attempt(make_outbox: MakeOu
     assert await outbox.store.dead_letters.list() == []
 
 
+@either_feed
 async def test_of_a_batch_only_the_confirmed_are_done(make_outbox: MakeOutbox) -> None:
     def every_other(messages: Sequence[Message]) -> Published:
         return Published(frozenset(message.id for message in messages[::2]))
@@ -73,6 +77,7 @@ async def test_of_a_batch_only_the_confirmed_are_done(make_outbox: MakeOutbox) -
     assert len(sent) == 15
 
 
+@either_feed
 async def test_a_refused_message_is_tried_again_by_the_relays_delays_and_then_dead(make_outbox: MakeOutbox) -> None:
     transport = Scripted(refuse())
     async with relaying(make_outbox, transport, relay_retry_delays=(0.05, 0.05)) as outbox:
@@ -83,6 +88,7 @@ async def test_a_refused_message_is_tried_again_by_the_relays_delays_and_then_de
     assert (letter.reason, letter.error, letter.attempt_count, letter.queue) == ("exhausted", "no thanks", 3, None)
 
 
+@either_feed
 async def test_what_the_destination_never_takes_is_dead_at_once(make_outbox: MakeOutbox) -> None:
     transport = Scripted(refuse(permanent=True))
     async with relaying(make_outbox, transport) as outbox:
@@ -93,6 +99,7 @@ async def test_what_the_destination_never_takes_is_dead_at_once(make_outbox: Mak
     assert (letter.reason, letter.message.body) == ("refused", b"1")
 
 
+@either_feed
 async def test_a_refused_message_does_not_hold_up_the_others(make_outbox: MakeOutbox) -> None:
     def refuse_one(messages: Sequence[Message]) -> Published:
         bad = {message.id: Refusal("bad") for message in messages if message.body == b"0"}
@@ -109,6 +116,7 @@ async def test_a_refused_message_does_not_hold_up_the_others(make_outbox: MakeOu
     assert "bad" in stored.history
 
 
+@either_feed
 async def test_a_publish_without_an_answer_ends_at_the_deadline(
     make_outbox: MakeOutbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,6 +134,7 @@ async def test_a_publish_without_an_answer_ends_at_the_deadline(
     assert transport.calls[0] == transport.calls[1]
 
 
+@either_feed
 async def test_a_function_is_a_transport_raising_means_not_sent(make_outbox: MakeOutbox) -> None:
     sent: list[bytes] = []
     failures = iter([True, False])
@@ -163,6 +172,7 @@ async def test_another_transport_on_the_same_table_is_refused_by_name(make_outbo
             pass
 
 
+@either_feed
 async def test_relay_and_worker_share_a_transport_in_one_process(make_outbox: MakeOutbox) -> None:
     outbox = make_outbox(transport=MemoryTransport())
     handled: asyncio.Queue[int] = asyncio.Queue()

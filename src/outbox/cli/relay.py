@@ -28,7 +28,8 @@ def relay(
     """Hand stored messages to the transport until SIGINT or SIGTERM.
 
     Where the database is the transport, a worker does this by itself; a relay beside it does no harm. With --from wal
-    messages go out in commit order, milliseconds after the commit; a second such relay stands by. See outbox wal.
+    messages go out in commit order, milliseconds after the commit; a second such relay stands by. With the database as
+    the transport, and with routes, it wakes workers and relays instead. See outbox wal.
     """
     outbox = find_outbox(outbox_name)
     if feed is not None:

@@ -1,4 +1,4 @@
-"""A database's log as a relay's feed: what a store offers that can be read by its log, and what is told of it."""
+"""A database's log as a relay's feed or for wake-ups: what such a store offers, and what is told of the slot."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ def check_log_settings(relay_from: object, slot: object, url: object) -> None:
 class LogOptions:
     """How a relay reads the log."""
 
+    feeds: bool  # whether a relay has its messages from the log; if not, the log only wakes
     url: URL  # of the replication connection, which no pooler may be in front of
     slot: str | None  # its name; none: derived from the database and the table
     poll_interval: float  # seconds between two polls for what the log left to the table
@@ -88,13 +89,15 @@ class LogAdministration(Protocol):
 
 
 class LogReader(Protocol):
-    """A feed that is read from the log while `run` runs."""
+    """Reads the log while `run` runs."""
 
     @property
-    def feed(self) -> Feed: ...
+    def feed(self) -> Feed | None:
+        """What a publisher claims from; none: the log only wakes what claims from the table."""
+        ...
 
     async def begin(self) -> None:
-        """ConfigurationError if the log cannot be read. From now on relays that poll the table are refused."""
+        """ConfigurationError if a feed cannot be read. From now on relays that poll the table are refused beside it."""
         ...
 
     async def run(self, stop: asyncio.Event) -> None:

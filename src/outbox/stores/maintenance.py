@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-from sqlalchemy import Connection, Executable, Select, String, Text, literal, select, update
+from sqlalchemy import ColumnElement, Connection, Executable, Select, String, Text, literal, select, update
 
 from outbox.core.attempt import Reason
 from outbox.core.kept_property import kept_property
@@ -93,7 +93,6 @@ class SqlMaintenance:
     async def expire(self, limit: int) -> int:
         columns = self._messages.c
         past = columns.expires_at <= self._dialect.now()
-        waits = columns.done_at.is_(None) & unleased(self._messages, self._dialect.now())
         line = literal(history_line("given up", EXPIRATION_PASSED), Text)
         chosen = self._dialect.skipping_locked(
             select(
@@ -104,11 +103,15 @@ class SqlMaintenance:
                 columns.starts,
                 with_line(self._dialect, columns.history, line).label("history"),
             )
-            .where(past, waits)
+            .where(past, self._waits())
             .order_by(columns.expires_at)
             .limit(limit)
         )
         return len(await self._runner.transact(lambda connection: self._burying.bury(connection, chosen, {})))
+
+    def _waits(self) -> ColumnElement[bool]:
+        """Whether a message waits in the table, and no relay and no worker has it."""
+        return self._messages.c.done_at.is_(None) & unleased(self._messages, self._dialect.now())
 
     async def _try_anew(self) -> None:
         """Let what was refused or found no queue be due at once, as if it had not been tried."""

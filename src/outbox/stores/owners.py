@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from hashlib import sha256
 
-from sqlalchemy import Connection, delete, select
+from sqlalchemy import ColumnElement, Connection, delete, select
 
 from outbox.core.binding import Binding
 from outbox.stores.dialect import SqlDialect
@@ -70,8 +70,15 @@ class SqlOwners:
 
     async def feeds(self) -> list[str]:
         """The servers from whose log relays have read the messages of the table; none: they are polled."""
-        found = await self._runner.look(self._read)
-        return sorted(queue.removeprefix(_FEED) for queue in found if queue.startswith(_FEED))
+        queue = self._table.c.queue
+        chosen = select(queue).where(self._is_feed)
+        found = await self._runner.look(lambda connection: connection.scalars(chosen).all())
+        return sorted(each.removeprefix(_FEED) for each in found)
+
+    @property
+    def has_feeds(self) -> ColumnElement[bool]:
+        """Whether there are such servers, for a statement."""
+        return select(self._table.c.queue).where(self._is_feed).exists()
 
     async def record_feed(self, server: str, slot: str) -> None:
         """Record that messages are read from a server's log, by this slot."""
@@ -79,12 +86,12 @@ class SqlOwners:
 
     async def release_feeds(self) -> bool:
         """Forget that the log was read: relays may poll; whether it was recorded."""
-        table = self._table
+        gone = delete(self._table).where(self._is_feed)
+        return bool(await self._runner.transact(lambda connection: connection.execute(gone).rowcount))
 
-        def work(connection: Connection) -> int:
-            return connection.execute(delete(table).where(table.c.queue.startswith(_FEED, autoescape=True))).rowcount
-
-        return bool(await self._runner.transact(work))
+    @property
+    def _is_feed(self) -> ColumnElement[bool]:
+        return self._table.c.queue.startswith(_FEED, autoescape=True)
 
     def _insert(self, connection: Connection, owners: Mapping[str, str]) -> None:
         for queue in sorted(owners):  # always in the same order: no two processes wait for each other

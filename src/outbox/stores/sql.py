@@ -39,6 +39,7 @@ class SqlStore:
     inbox_class: ClassVar[type[SqlInbox]] = SqlInbox
     burying_class: ClassVar[type[SqlBurying]] = SqlBurying
     placing_class: ClassVar[type[PlacingStatements]] = PlacingStatements
+    maintenance_class: ClassVar[type[SqlMaintenance]] = SqlMaintenance
 
     @classmethod
     def make_engine(cls, url: URL) -> AsyncEngine:
@@ -114,7 +115,7 @@ class SqlStore:
         self.owners = SqlOwners(*parts)
         self.inspection = SqlInspection(*parts, self.circuits)
         self.dead_letters = SqlDeadLetters(*parts, wakeup)
-        self.maintenance = SqlMaintenance(
+        self.maintenance = self.maintenance_class(
             *parts, burying=burying, circuits=self.circuits, owners=self.owners, wakeup=wakeup
         )
 

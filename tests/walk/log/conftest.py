@@ -10,7 +10,8 @@ import pytest
 from sqlalchemy import text
 
 from outbox import Message, Outbox
-from tests.support.observing import Recorder
+from tests.support.observing import Recorder, eventually
+from tests.support.outboxes import dropped
 
 
 class Place:
@@ -82,14 +83,8 @@ async def make(log_url: str, table_name: str, place: Place, recorder: Recorder) 
         return made[-1]
 
     yield make
-    administration = make().wal
-    async with asyncio.timeout(20):
-        while True:
-            try:
-                await administration.drop()
-                break
-            except Exception:  # noqa: BLE001 - the server takes a moment to see that a relay has ended
-                await asyncio.sleep(0.2)
+    last = make()
+    await eventually(lambda: dropped(last))
     for outbox in made:
         await outbox.close()
 

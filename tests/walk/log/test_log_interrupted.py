@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
 from sqlalchemy import text
-from sqlalchemy.ext.asyncio import create_async_engine
 
 from outbox import Message, Outbox
 from outbox.core.transport import Features, Published, Report, Transport, unreported
@@ -18,6 +16,7 @@ from outbox.stores.postgresql.wal.table import LoggedTable
 from outbox.testing.servers import PostgreSQL
 
 from .conftest import Place
+from .hidden_commits import hidden_commit
 
 
 async def confirmed(outbox: Outbox) -> int:
@@ -78,6 +77,25 @@ async def test_what_was_deleted_and_not_confirmed_is_not_sent_again(
         await until_empty()
     assert place.bodies == ["first", "second", "third", "fourth"]
     assert await confirmed(outbox) > before
+
+
+async def test_a_message_with_the_row_id_of_a_settled_one_is_not_taken_for_it(
+    outbox: Outbox, emit: Any, place: Place, until_empty: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TRUNCATE … RESTART IDENTITY, or an id by hand, between a deletion and the confirmed position."""
+    monkeypatch.setattr(ReplicationConnection, "send", lambda *args, **options: None)
+    monkeypatch.setattr(ReplicationConnection, "end", _nothing)
+    async with outbox.running(relay=True):
+        await emit("first")
+        await place.until(1)
+        await until_empty()
+    monkeypatch.undo()
+    async with outbox.transaction() as session:
+        await session.execute(text(f"TRUNCATE {outbox.tables.messages.fullname} RESTART IDENTITY"))
+    await emit("second")
+    async with outbox.running(relay=True):
+        assert await place.until(2) == ["first", "second"]
+        await until_empty()
 
 
 async def test_what_was_put_off_and_not_confirmed_stays_with_the_table(
@@ -177,40 +195,6 @@ async def until_only(outbox: Outbox, count: int) -> None:
             await asyncio.sleep(0.02)
 
 
-@asynccontextmanager
-async def hidden_commit(server: PostgreSQL, outbox: Outbox, body: bytes) -> AsyncIterator[Callable[[], Any]]:
-    """A commit that is in the log and that no other transaction sees yet: its standby does not answer."""
-    engine = create_async_engine(server.url.replace("postgresql://", "postgresql+psycopg://"))
-    administrator = engine.execution_options(isolation_level="AUTOCOMMIT")
-
-    async def standby(names: str) -> None:
-        async with administrator.connect() as connection:
-            await connection.execute(text(f"ALTER SYSTEM SET synchronous_standby_names = '{names}'"))
-            await connection.execute(text("SELECT pg_reload_conf()"))
-
-    async def emit() -> None:
-        async with outbox.transaction() as session:
-            await session.execute(text("SET LOCAL synchronous_commit = on"))
-            await outbox.emit(session, "order.created", body)
-
-    await standby("absent")
-    await asyncio.sleep(0.3)
-    emitting = asyncio.create_task(emit())
-    try:
-        await asyncio.sleep(0.5)
-        assert not emitting.done()
-
-        async def show() -> None:
-            await standby("")
-            await emitting
-
-        yield show
-    finally:
-        await standby("")
-        await asyncio.wait([emitting])
-        await engine.dispose()
-
-
 @pytest.fixture
 async def private(table_name: str, place: Place) -> AsyncIterator[tuple[PostgreSQL, Outbox]]:
     with PostgreSQL(settings={"synchronous_commit": "local"}) as server:
@@ -230,8 +214,14 @@ async def test_a_commit_that_others_do_not_see_yet_is_neither_lost_nor_left(
 ) -> None:
     """What the log tells may be younger than what statements see: absent is not deleted."""
     server, outbox = private
+
+    async def commit() -> None:
+        async with outbox.transaction() as session:
+            await session.execute(text("SET LOCAL synchronous_commit = on"))
+            await outbox.emit(session, "order.created", b"hidden")
+
     running = asyncio.create_task(_relay(outbox)) if is_running else None
-    async with hidden_commit(server, outbox, b"hidden") as show:
+    async with hidden_commit(server, commit) as show:
         running = running or asyncio.create_task(_relay(outbox))
         assert await place.until(1) == ["hidden"]
         await show()

@@ -117,6 +117,37 @@ async def test_one_that_expires_while_it_waits_for_the_destination_is_not_sent(
     assert letter.reason == "expired"
 
 
+async def test_what_expires_while_it_is_sent_is_not_given_up(
+    outbox: Outbox, emit: Any, place: Place, until_empty: Any
+) -> None:
+    """It has no lease, and the clean-up of another process knows nothing of the claim."""
+    place.held = "slow"
+    async with outbox.running(relay=True):
+        await emit("slow", expiration=0.5)
+        async with asyncio.timeout(20):
+            while "slow" not in place.asked:
+                await asyncio.sleep(0.02)
+        await asyncio.sleep(0.6)
+        assert await outbox.store.maintenance.expire(100) == 0
+        place.release()
+        await place.until(1)
+        await until_empty()
+    assert await outbox.dead_letters.list() == []
+
+
+async def test_what_expired_long_ago_is_given_up_although_no_relay_runs(outbox: Outbox, emit: Any) -> None:
+    async with outbox.running(relay=True):
+        pass  # from now on the messages come by the log
+    await emit("old", "new", expiration=60)
+    async with outbox.transaction() as session:
+        table = outbox.tables.messages.fullname
+        long_ago = f"UPDATE {table} SET expires_at = now() - interval '2 minutes' WHERE body = 'old'"
+        await session.execute(text(long_ago))
+    assert await outbox.store.maintenance.expire(100) == 1
+    [letter] = await outbox.dead_letters.list()
+    assert (letter.reason, letter.message.body) == ("expired", b"old")
+
+
 async def test_a_row_that_cannot_be_read_is_a_dead_letter_alone(
     outbox: Outbox, emit: Any, place: Place, until_empty: Any
 ) -> None:

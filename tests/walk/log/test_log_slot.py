@@ -15,7 +15,7 @@ from sqlalchemy import text
 from outbox import ConfigurationError, Outbox
 from outbox.cli.exits import ExitCode
 from outbox.core.errors import FeedMismatch, LogUnreadable
-from outbox.core.events import Advised, SlotInUse, SlotTaken, Troubled
+from outbox.core.events import Advised, Failed, SlotInUse, SlotTaken, Troubled
 from outbox.stores.postgresql.roles import roles_sql
 from outbox.stores.postgresql.wal.connection import ReplicationConnection
 from tests.support.commands import SOON, Command, line_of
@@ -60,6 +60,30 @@ async def test_a_relay_that_polls_is_refused_once_another_reads_the_log(outbox: 
     with pytest.raises(FeedMismatch):
         async with polls.running(relay=True):
             pass
+
+
+async def test_a_relay_that_polls_ends_when_another_begins_to_read_the_log(
+    outbox: Outbox, make: Any, emit: Any, place: Place, recorder: Any, until_empty: Any
+) -> None:
+    """What both had at that moment may go out twice. Nothing is lost, and the error says what to do."""
+    polling = asyncio.create_task(relaying(make(relay_from="table")))
+    await emit("polled")
+    await place.until(1)
+    async with outbox.running(relay=True):
+        await emit(*map(str, range(50)))
+        async with asyncio.timeout(SOON):
+            with pytest.raises(FeedMismatch, match="outbox relay --from wal"):
+                await polling
+        await emit("afterwards")
+        await until_empty()
+    [failed] = recorder.of(Failed)
+    assert isinstance(failed.error, FeedMismatch)
+    assert set(place.bodies) == {"polled", "afterwards", *map(str, range(50))}
+
+
+async def relaying(outbox: Outbox) -> None:
+    async with outbox.running(relay=True):
+        await asyncio.Event().wait()
 
 
 async def test_after_a_drop_a_relay_that_polls_finds_everything(

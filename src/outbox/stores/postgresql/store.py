@@ -18,6 +18,7 @@ from outbox.stores.callers import PlacingStatements
 from outbox.stores.claiming import SqlFeed
 from outbox.stores.postgresql.callers import PostgresqlCallers
 from outbox.stores.postgresql.dialect import PostgresqlDialect
+from outbox.stores.postgresql.maintenance import PostgresqlMaintenance
 from outbox.stores.postgresql.roles import roles_sql
 from outbox.stores.postgresql.runner import PostgresqlRunner
 from outbox.stores.postgresql.selecting import PostgresqlSelecting
@@ -25,6 +26,7 @@ from outbox.stores.postgresql.wakeup import PostgresqlWakeup
 from outbox.stores.postgresql.wal.reader import PostgresqlLogReader
 from outbox.stores.postgresql.wal.slot import LogSlot, slot_name
 from outbox.stores.postgresql.wal.table import LeftSelecting, LoggedTable
+from outbox.stores.postgresql.wal.waking import LogWaking
 from outbox.stores.returning import ReturningInbox, ReturningSettling
 from outbox.stores.rows import GIVEN
 from outbox.stores.sql import SqlStore
@@ -101,6 +103,7 @@ class PostgresqlStore(SqlStore):
     inbox_class = ReturningInbox
     burying_class = PostgresqlBurying
     placing_class = PostgresqlPlacing
+    maintenance_class = PostgresqlMaintenance
 
     @classmethod
     def roles_sql(cls, tables: Tables, prefix: str) -> str | None:
@@ -123,7 +126,8 @@ class PostgresqlStore(SqlStore):
 
     def log_reader(self, options: LogOptions, observe: Observer) -> PostgresqlLogReader:
         table = self._logged_table()
-        return PostgresqlLogReader(self._log_slot(options.url, options.slot, table), table, options, observe)
+        slot = self._log_slot(options.url, options.slot, table)
+        return PostgresqlLogReader(slot, table, LogWaking(table, self.wakeup.announce), options, observe)
 
     def _log_slot(self, url: URL, name: str | None, table: LoggedTable) -> LogSlot:
         chosen = name or slot_name(url.database or url.username or "", self.tables)

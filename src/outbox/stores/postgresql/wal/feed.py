@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
 from outbox.core.attempt import Attempt, Done, Outcome, Released, RetryIn
+from outbox.core.events import Advised, Observer
 from outbox.core.store import Selection
 from outbox.stores.claiming import SqlClaim
 from outbox.stores.postgresql.wal.buffer import LogBuffer, LoggedMessage
-from outbox.stores.postgresql.wal.inserted_row import Microseconds
-from outbox.stores.postgresql.wal.table import LoggedTable
+from outbox.stores.postgresql.wal.inserted_row import InsertedRow, Microseconds, local_time
+from outbox.stores.postgresql.wal.pgoutput import Insert
+from outbox.stores.postgresql.wal.slot import LogSlot
+from outbox.stores.postgresql.wal.sweeping import LogSweeping
+from outbox.stores.postgresql.wal.table import LoggedTable, SeenTransactions
+from outbox.stores.postgresql.wal.waking import LogWaking, destination_of
+from outbox.stores.postgresql.wal.window import LoggedTransaction, LogWindow
 from outbox.stores.postgresql.wal.writer import LogWriter
 from outbox.stores.selecting import AIM
+from outbox.stores.tables import NOT_ROUTED
 
 RESPITE = 20  # a poll of the table takes at most one part in so many of the time
 
@@ -29,8 +35,24 @@ class LogFeed:
     for a transport that sends the messages of a batch side by side, where one that hangs must not hold others back.
     """
 
-    def __init__(self, table: LoggedTable, *, poll_interval: float, patience: float | None = None) -> None:
+    is_needed = True
+
+    def __init__(
+        self,
+        table: LoggedTable,
+        slot: LogSlot,
+        waking: LogWaking,
+        *,
+        observe: Observer,
+        poll_interval: float,
+        patience: float | None = None,
+    ) -> None:
         self.table = table
+        self._slot = slot
+        self._waking = waking
+        self._observe = observe
+        self._sweeping = LogSweeping(table, slot, observe, self._swept)
+        self._settled_before = 0  # the position up to which an earlier holder may have settled messages
         self.buffer = LogBuffer(self._changed)
         self.writer = LogWriter(table, self.buffer, self._left)
         self._poll_interval = poll_interval
@@ -48,31 +70,70 @@ class LogFeed:
 
     # What the stream says.
 
-    def took_slot(self) -> None:
-        self.has_slot = True
-        self._poll_at = 0.0
-        self._news.set()
+    @property
+    def window(self) -> LogWindow:
+        return self.buffer.window
 
-    def lost_slot(self) -> None:
-        """Give out nothing any more; what is claimed goes on to its end."""
-        self.has_slot = False
-        self.buffer.renew()
-        self.writer.renew()
-
-    def swept(self, count: int) -> None:
-        """So many rows were found that the log did not bring."""
-        if count:
-            self.is_sweeping = True
-            self._poll_by(0.0)
-
-    def server_time(self, now: Microseconds) -> None:
-        """What the server's clock says now."""
-        self._skew = now - _local()
+    @property
+    def has_room(self) -> bool:
+        return self.buffer.has_room and self._waking.has_room
 
     @property
     def is_idle(self) -> bool:
         """Whether no claim is open, and all that ended is written."""
         return not self._open and self.writer.is_idle
+
+    async def record(self, system: str, timeline: int) -> None:
+        """Record which server's log is read, and tell if it is another one than before."""
+        for news in await self._slot.record(system, timeline):
+            self._observe(Advised("relay", news))
+
+    async def take_slot(self, system: str, timeline: int) -> None:
+        self._settled_before = await self._sweeping.begin()
+        await self.record(system, timeline)
+        self.buffer.renew()
+        self.has_slot = True
+        self._poll_at = 0.0
+        self._news.set()
+
+    def insert(self, insert: Insert, transaction: LoggedTransaction) -> None:
+        row = InsertedRow.of(insert)
+        if not row.is_fresh:  # it has its queue already, was done, or is left to the table
+            if destination_of(insert) != NOT_ROUTED:
+                self._waking.announce(insert, transaction, self.window)
+            return
+        doubtful = transaction.position < self._settled_before
+        message = LoggedMessage(row, transaction, self.window, doubtful=doubtful)
+        if row.attempt is None or row.due_at > transaction.committed_at:
+            self.buffer.hold(message)
+            self.writer.leave([message])
+        else:
+            self.buffer.add(message)
+
+    def set_time(self, now: Microseconds) -> None:
+        self._skew = now - local_time()
+
+    def progress(self) -> None:
+        self._sweeping.progress(self.window.confirmed)
+
+    def stop(self) -> None:
+        """Give out nothing any more; what is claimed goes on to its end."""
+        self.has_slot = False
+
+    async def lose_slot(self) -> None:
+        self.stop()
+        self.buffer.renew()
+        self.writer.renew()
+        await self._sweeping.end()
+
+    async def close(self) -> None:
+        await self.writer.close()
+        await self._waking.close()
+
+    def _swept(self, count: int) -> None:
+        if count:
+            self.is_sweeping = True
+            self._poll_by(0.0)
 
     # What a publisher asks.
 
@@ -182,7 +243,7 @@ class LogFeed:
         fresh, seen = await self.table.fresh([message.row.id for message in doubtful])
         unsettled = []
         for message in messages:
-            if message.doubtful and not fresh.get(message.row.id, not seen.has(message.transaction.xid)):
+            if message.doubtful and _is_settled(message, fresh, seen):
                 self.buffer.settle(message)
             else:
                 unsettled.append(message)
@@ -190,7 +251,7 @@ class LogFeed:
 
     def _in_time(self, messages: list[LoggedMessage]) -> list[LoggedMessage]:
         """Without those that have expired, which are left to the table like all rows that cannot be attempted."""
-        now = _local() + self._skew
+        now = local_time() + self._skew
         expired = [each for each in messages if each.row.expires_at is not None and each.row.expires_at <= now]
         if not expired:
             return messages
@@ -201,7 +262,7 @@ class LogFeed:
         """Rows were left to the table: the next poll is not later than the first of them is due."""
         due = min((message.row.due_at for message in messages), default=None)
         if due is not None:
-            self._poll_by(self._loop.time() + (due - _local() - self._skew) / 1_000_000)
+            self._poll_by(self._loop.time() + (due - local_time() - self._skew) / 1_000_000)
 
     def _poll_by(self, moment: float) -> None:
         if moment < self._poll_at:
@@ -297,6 +358,8 @@ def _is_again(outcome: Outcome) -> bool:
     return isinstance(outcome, Released) and not outcome.delay
 
 
-def _local() -> Microseconds:
-    """This process's clock, as PostgreSQL counts."""
-    return int((time.time() - 946_684_800) * 1_000_000)
+def _is_settled(message: LoggedMessage, fresh: Mapping[int, str | None], seen: SeenTransactions) -> bool:
+    """Whether an earlier holder has settled it. Another message may have got its row's id since."""
+    if message.row.id not in fresh:
+        return seen.has(message.transaction.xid)
+    return message.row.attempt is None or fresh[message.row.id] != message.row.attempt.message.id

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -53,6 +54,11 @@ class InsertedRow:
             why = Dead(Reason.UNDECODABLE, f"{UNREADABLE}: {str(error) or type(error).__name__}")
             return cls(id, ALWAYS, None, True, size, None, why)
         return cls(id, due_at, expires_at, is_fresh, size, attempts[0] if attempts else None, dead.get(id))
+
+
+def local_time() -> Microseconds:
+    """This process's clock, as PostgreSQL counts."""
+    return int((time.time() - EPOCH.timestamp()) * 1_000_000)
 
 
 def microseconds(moment: datetime) -> Microseconds:

@@ -99,16 +99,21 @@ class LoggedTable:
         """Leave rows to the table: from now on they are polled."""
         return await self._changed(self._leave, {"ids": self._dialect.listed(ids)})
 
-    async def fresh(self, ids: Sequence[int]) -> tuple[dict[int, bool], SeenTransactions]:
-        """Which of these rows are there, and whether they are still to be delivered from the log."""
+    async def fresh(self, ids: Sequence[int]) -> tuple[dict[int, str | None], SeenTransactions]:
+        """Which of these rows are there: their messages' ids; none of one that is not to be delivered from the log."""
         parameters = {"ids": self._dialect.listed(ids)}
 
-        def work(connection: Connection) -> tuple[dict[int, bool], SeenTransactions]:
+        def work(connection: Connection) -> tuple[dict[int, str | None], SeenTransactions]:
             rows = connection.execute(self._fresh, parameters).all()
             seen = SeenTransactions.of(rows[0].seen)
-            return {row.id: row.fresh for row in rows if row.id is not None}, seen
+            return {row.id: row.message_id if row.fresh else None for row in rows if row.id is not None}, seen
 
         return await self._runner.apply(work)
+
+    async def seen(self) -> SeenTransactions:
+        """Which transactions statements can see now."""
+        [row] = await self._runner.ask(select(_SEEN), {})
+        return SeenTransactions.of(str(row[0]))
 
     async def settle(self, outcomes: Mapping[int, Outcome], selection: Selection) -> frozenset[int]:
         """Write outcomes that keep rows: lease them first, then settle them like any others. Says which were there."""
@@ -203,9 +208,10 @@ class LoggedTable:
     def _fresh(self) -> Executable:
         columns = self._messages.c
         fresh = columns.done_at.is_(None) & columns.first_due_at.is_(None)
-        rows = select(columns.id, fresh.label("fresh")).where(self._dialect.among(columns.id, "ids")).subquery("rows")
+        chosen = self._dialect.among(columns.id, "ids")
+        rows = select(columns.id, columns.message_id, fresh.label("fresh")).where(chosen).subquery("rows")
         snapshot = select(_SEEN.label("seen")).subquery("snapshot")
-        return select(rows.c.id, rows.c.fresh, snapshot.c.seen).select_from(
+        return select(rows.c.id, rows.c.message_id, rows.c.fresh, snapshot.c.seen).select_from(
             snapshot.outerjoin(rows, literal_column("true"))
         )
 

@@ -8,10 +8,11 @@ from collections import deque
 class LoggedTransaction:
     """One transaction of the log: how many of its rows are not settled, and where it ends."""
 
-    __slots__ = ("committed_at", "end", "unsettled", "xid")
+    __slots__ = ("committed_at", "end", "position", "unsettled", "xid")
 
-    def __init__(self, xid: int, committed_at: int) -> None:
+    def __init__(self, xid: int, committed_at: int, position: int) -> None:
         self.xid = xid
+        self.position = position  # of its commit
         self.committed_at = committed_at  # microseconds since 2000, by the server's clock
         self.unsettled = 0
         self.end: int | None = None  # none while its commit was not decoded
@@ -29,8 +30,8 @@ class LogWindow:
         self._open: deque[LoggedTransaction] = deque()
         self.confirmed = 0
 
-    def begin(self, xid: int, committed_at: int) -> LoggedTransaction:
-        transaction = LoggedTransaction(xid, committed_at)
+    def begin(self, xid: int, committed_at: int, position: int = 0) -> LoggedTransaction:
+        transaction = LoggedTransaction(xid, committed_at, position)
         self._open.append(transaction)
         return transaction
 
