@@ -97,8 +97,8 @@ def table(verdicts: Sequence[Verdict]) -> str:
 
 
 def copy_of_sources(folder: str) -> Path:
-    """The sources, to be broken: never those of the checkout."""
-    return shutil.copytree(ROOT / "src", Path(folder) / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    """The sources, to be broken: never those of the checkout. What is compiled already spares a second of each run."""
+    return shutil.copytree(ROOT / "src", Path(folder) / "src")
 
 
 def run(sources: Path, arguments: Sequence[str], *, quiet: bool = False) -> subprocess.CompletedProcess[bytes]:

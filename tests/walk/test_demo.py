@@ -86,7 +86,7 @@ def test_the_commands_that_the_demo_names_work(played: tuple[Command, Ran, float
         )
         said.append(shell.stdout)
     status, courier, failed, cut = said
-    assert re.search(r"sent +153, kept", status)
+    assert re.search(r"handled +153, kept", status)
     assert courier.count("order.paid   courier") == 5
     assert "attempt 2" in failed and "the bank does not answer" in failed
     assert "1 attempt never ended" in cut

@@ -92,7 +92,7 @@ async def test_known_messages_are_routed_over_the_line(straight: Straight, monke
     monkeypatch.setattr(line, "ask", ask)
     selecting: Any = straight.store.feed.selecting
     async with asyncio.timeout(PATIENCE):
-        while selecting._route_to_one_statement not in asked:  # now and then a notification is in its way
+        while selecting._route_statement not in asked:  # now and then a notification is in its way
             await straight.emit()
             assert await straight.handled() == 1
 
