@@ -15,6 +15,7 @@ import aiormq
 from outbox.core.backoff import TRANSPORT, Backoff, Outage
 from outbox.core.errors import ConfigurationError, TransportClosed, TransportUnavailable
 from outbox.core.events import Observer
+from outbox.core.loops import cancelled_from_outside
 from outbox.transports.rabbitmq.channel import BrokerConnection, Ended, Lost
 
 CONNECT_WITHIN = 5.0  # seconds for the socket, the handshake and the login together
@@ -95,7 +96,9 @@ class SupervisedConnection:
                     self._failure = error
                     self._connected.set()
                     return
-                except Exception as error:  # noqa: BLE001 - whatever it is, the next try may go better
+                except Exception as error:  # whatever it is, the next try may go better
+                    if cancelled_from_outside():
+                        raise asyncio.CancelledError from error  # the client library told of it by an error of its own
                     self._failure = error
                 self._tried.set()
                 pause = pace.pause()

@@ -20,6 +20,7 @@ from outbox.core.durations import NO_DELAY
 from outbox.core.errors import ConfigurationError, TransportClosed, TransportUnavailable
 from outbox.core.events import Handled, Observer
 from outbox.core.listener import Listener
+from outbox.core.loops import cancelled_from_outside
 from outbox.core.message import LARGEST_BODY
 from outbox.core.settlement import Settlement
 from outbox.core.transport import Consumer
@@ -181,7 +182,9 @@ class RabbitmqConsumer(Consumer):
                     raise
                 except TransportUnavailable:
                     await asyncio.sleep(pace.pause())  # its connection tells why
-                except Exception as error:  # noqa: BLE001 - a consumer outlives whatever its broker does
+                except Exception as error:  # a consumer outlives whatever its broker does
+                    if cancelled_from_outside():
+                        raise asyncio.CancelledError from error
                     pause = pace.pause()
                     self._consuming.struck(error, timedelta(seconds=pause), answered=self._answered(error))
                     await asyncio.sleep(pause)
