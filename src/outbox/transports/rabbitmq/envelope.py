@@ -14,7 +14,6 @@ from typing import Any
 from pamqp import encode
 
 from outbox.core.binding import LONGEST_KEY
-from outbox.core.durations import LATEST, OLDEST
 from outbox.core.errors import Undecodable
 from outbox.core.headers import (
     ALSO_ROUTING_KEY,
@@ -59,6 +58,8 @@ from outbox.transports.rabbitmq.tables import (
     value_of,
 )
 from outbox.transports.rabbitmq.tracking import TRACKING_IDS, as_text, from_text
+
+LATEST = datetime(9999, 1, 1, tzinfo=UTC)  # later times cannot be written in every time zone
 
 _OF_THIS_COPY = (ON_TRIAL, QUEUE, REASON, ERROR, DIED_AT)
 _OF_THIS_LIFE = (*_OF_THIS_COPY, ATTEMPT, CRASHES, EXPIRES_AT)
@@ -318,7 +319,7 @@ class Envelope:
         if raw is None:
             return None
         number: int = LONG_LONG.unpack_from(raw, 1)[0] if raw[0] == LONG_NUMBER else self.own(name, int)
-        if not _OLDEST <= number < _LATEST:
+        if not 0 <= number < _LATEST:
             raise Undecodable(f"its header {name} is no moment: {number}")
         return EPOCH + number * MICROSECOND
 
@@ -343,7 +344,7 @@ class Envelope:
             raise Undecodable(f"its header {name} cannot be read: {cause}") from cause
 
 
-_OLDEST, _LATEST = microseconds(OLDEST), microseconds(LATEST)  # others cannot be written in every time zone
+_LATEST = microseconds(LATEST)
 
 
 def _fitting(text: str, what: str) -> str:
